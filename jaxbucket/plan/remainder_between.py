@@ -231,8 +231,8 @@ def _extend(states: _States, buckets: _Buckets, k: int, cost: float) -> _States:
 def _cheapest_of_each(rows: np.ndarray, cost: np.ndarray) -> np.ndarray:
     """Returns the cheapest of the states with equal rows in all later buckets."""
     # Equal rows have equal hashes, so they are neighbors in this order.
-    multipliers = np.arange(1, 2 * rows.shape[1], 2).astype(np.uint64) * _HASH_FACTOR
-    order = np.lexsort([cost, rows.astype(np.uint64) @ multipliers])
+    odd = 2 * np.arange(rows.shape[1]).astype(np.uint64) + np.uint64(1)
+    order = np.lexsort([cost, rows.astype(np.uint64) @ (odd * _HASH_FACTOR)])
     is_new = np.ones(len(order), bool)
     is_new[1:] = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
     return np.sort(order[is_new])

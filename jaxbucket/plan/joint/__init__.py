@@ -1,8 +1,9 @@
 """The shapes for examples with several lengths, planned in all of them at once.
 
-`points` counts the examples by their lengths, `pricing` evaluates the user's functions
-and `additions` the cost of every possible further shape. `steady` chooses shapes as if
-every batch were full, `epoch` improves them with remainders, `bound` computes how much
-better any shapes could be, and `enumeration` compares all of them if there are few.
+`points` counts the examples by their lengths, `pricing` evaluates the user's functions,
+and `additions` the cost with every possible further shape. `search` chooses shapes: at
+first as if every batch were full (`steady`), then with remainders (`epoch`). `bound`
+computes how much better any shapes could be, by a `relaxation`, and for very many
+shapes on a `fine_grid`. `enumeration` compares all sets of shapes if there are few.
 `planner` combines these modules.
 """

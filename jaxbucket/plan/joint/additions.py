@@ -124,7 +124,7 @@ class Choice:
         return np.bincount(groups, self.points.counts, len(self) + 1)
 
     def groups(self, without: int | None) -> np.ndarray:
-        """Returns the cheapest of the other shapes for each point, `[P]`."""
+        """Returns the cheapest shape of each point without one of them, `[P]`."""
         if without is None:
             return self.first
         return np.where(self.first == without, self.second, self.first)

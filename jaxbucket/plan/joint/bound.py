@@ -1,35 +1,25 @@
-"""A lower bound of the cost of an epoch with any K shapes, by Lagrangian relaxation.
-
-Choosing shapes is a K-median problem: each example pays the rate of a shape that holds
-it. The condition that each example is in one shape is replaced by a price that an
-example pays, and of which any shape with a lower rate may collect the difference. Then
-the best K shapes are those that collect most, and for all prices the total is a lower
-bound (Cornuejols, Fisher and Nemhauser, "Location of bank accounts to optimize float",
-1977). A subgradient method finds prices for which it is high.
-"""
+"""A lower bound of the cost of an epoch with any K shapes."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from jaxbucket.plan.dominance import fits
 from jaxbucket.plan.joint.additions import Choice, Grid
+from jaxbucket.plan.joint.fine_grid import FineGrid, lowest_rates
 from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Pricing
+from jaxbucket.plan.joint.relaxation import Relaxation
 from jaxbucket.plan.joint.search import Search
 
-# The number of steps, and after how many without progress they become shorter.
-_STEPS, _PATIENCE = 400, 10
-# The most pairs of an example and a shape that a step considers. To stay below it,
-# prices are limited to a multiple of what an example pays in known shapes.
-_MAX_PAIRS = 250_000
-_MULTIPLES = np.inf, 8.0, 4.0, 3.0, 2.5, 2.0, 1.75, 1.5, 1.4, 1.3, 1.2, 1.1
-# The most shapes in the relaxed problem, and the most whose prices are computed for it.
-_MAX_SHAPES, _MAX_PRICED = 2048, 1 << 18
-# The number of pairs that are compared at a time.
-_CHUNK = 1 << 22
+# The most shapes that are all part of the relaxed problem, and the most after rounding.
+_MAX_SHAPES, _MAX_ROUNDED = 1024, 2048
+# The steps of the subgradient method: at first, and after each round of new shapes.
+_FIRST_STEPS, _MORE_STEPS, _ROUNDS = 400, 120, 3
+# The number of new shapes of a round.
+_MAX_NEW = 256
 # Makes up for rounding errors.
 _SLACK = 1 - 1e-9
 
@@ -40,179 +30,149 @@ class Bound:
 
     Attributes:
       cost: the bound.
-      shapes: `[C, Q]` int64, the shapes as indices of T.
+      shapes: `[C, Q]` int64, the shapes as indices of T; None if they are too many.
       with_shape: `[C]` float64, the bound if shape c is chosen.
     """
 
     cost: float
-    shapes: np.ndarray
-    with_shape: np.ndarray
+    shapes: np.ndarray | None
+    with_shape: np.ndarray | None
 
 
 def lower_bound(problem: Search, seq_lens: np.ndarray | None) -> Bound:
     """Returns a lower bound for all choices of shapes.
 
-    If there are too many shapes, neighbors are treated as one. Examples count as if
-    they had the shortest lengths of their cell, and shapes as if they had the longest
-    T at the lowest rate.
-
     Args:
       problem: the points and prices.
       seq_lens: `[K, Q]` T of known shapes, if there are any.
     """
-    points, pricing = problem.points, problem.pricing
-    side = int(_MAX_SHAPES ** (1 / len(points.values)))
-    axes = [np.arange(len(values)) for values in points.values]
-    if np.prod(list(map(len, axes)), dtype=np.float64) > _MAX_SHAPES:
-        axes = points.quantiles(side)
-    cells = points.restricted(axes)
-    grid = Grid.of(points, axes, pricing)
-    rates = _lowest_rates(points, axes, pricing)
-    fixed = len(grid) - 1 if problem.must_hold_all else None
-    relaxation = Relaxation(
-        cells.indices,
-        cells.counts,
-        cells.indices_of(points.seq_lens(grid.shapes)),
-        rates,
-        problem.num_buckets,
-        fixed,
-    )
-    paid = np.full(len(cells), rates[np.isfinite(rates)].max(initial=1.0))
+    sizes = [len(values) for values in problem.points.values]
+    if np.prod(sizes, dtype=np.float64) <= _MAX_SHAPES:
+        return _complete_bound(problem, seq_lens)
+    if seq_lens is None:
+        return Bound(0.0, None, None)
+    bounds = _grouped_bound(problem, seq_lens), _rounded_bound(problem, seq_lens)
+    return Bound(_safe(problem, max(bounds)), None, None)
+
+
+def _complete_bound(problem: Search, seq_lens: np.ndarray | None) -> Bound:
+    """Returns a bound from a price for each point."""
+    points = problem.points
+    grid = Grid.of(points, [np.arange(len(x)) for x in points.values], problem.pricing)
+    rates = grid.prices.rates
+    relaxation = _relaxation(problem, points, rates)
+    paid = np.full(len(points), rates[np.isfinite(rates)].max(initial=1.0))
     if seq_lens is not None:
-        shapes = cells.indices_of(seq_lens)
-        choice = Choice.of(cells, shapes, pricing)
-        paid = choice.rates[choice.first]
-    return relaxation.bound(paid)
+        paid = _paid(problem, points, seq_lens)
+    prices = relaxation.best_prices(paid, paid, _FIRST_STEPS)
+    collected = relaxation.collected(prices)
+    total = relaxation.total(prices, collected)
+    # Another shape would replace the chosen one that collects least.
+    chosen = relaxation.chosen(collected)
+    free = chosen[chosen != relaxation.fixed]
+    with_shape = np.full(len(rates), np.inf)
+    if free.size:
+        with_shape = total + collected[free].min() - collected
+    with_shape[chosen] = total
+    with_shape[~np.isfinite(rates)] = np.inf
+    return Bound(_safe(problem, total), grid.shapes, _safe(problem, with_shape))
 
 
-def _lowest_rates(
-    points: Points, axes: list[np.ndarray], pricing: Pricing
-) -> np.ndarray:
-    """Returns the lowest rate from each grid point down to the previous ones, `[C]`."""
-    starts = [np.append(0, axis[:-1] + 1) for axis in axes]
-    sizes = [len(values) for values in points.values]
-    if np.prod(sizes, dtype=np.float64) <= _MAX_PRICED:
-        every = Grid.of(points, [np.arange(size) for size in sizes], pricing)
-        rates = every.prices.rates.reshape(sizes)
-        for axis, start in enumerate(starts):
-            rates = np.minimum.reduceat(rates, start, axis=axis)
-        return rates.ravel()
-    corners = (Grid.of(points, sides, pricing) for sides in (starts, axes))
-    return np.minimum.reduce([corner.prices.rates for corner in corners])
+def _grouped_bound(problem: Search, seq_lens: np.ndarray) -> float:
+    """Returns a bound from a price for each group of similar points.
+
+    The relaxed problem has shapes on a coarse grid at first. Then it is computed what
+    all other shapes collect, and those that collect most are added.
+    """
+    fine = FineGrid.of(problem.points, problem.pricing)
+    axes = fine.points.quantiles(_side(problem, _MAX_SHAPES))
+    cells = fine.points.restricted(axes)
+    rates = Grid.of(fine.points, axes, problem.pricing).prices.rates
+    relaxation = _relaxation(problem, cells, rates)
+    groups = _row_of(cells.indices_of(fine.points.seq_lens(fine.points.indices)), cells)
+    paid = _paid(problem, cells, seq_lens)
+    prices, best, steps = paid, 0.0, _FIRST_STEPS
+    for _ in range(_ROUNDS):
+        prices = relaxation.best_prices(paid, prices, steps)
+        collected = fine.collected(prices[groups])
+        best = max(best, _total(problem, float(prices @ cells.counts), collected))
+        new = fine.best_of_cells(collected, axes)
+        new = new[np.argsort(-collected[new], kind="stable")[:_MAX_NEW]]
+        relaxation = fine.extended(relaxation, groups, new)
+        steps = _MORE_STEPS
+    return best
 
 
-class Relaxation:
-    """The relaxed problem.
+def _rounded_bound(problem: Search, seq_lens: np.ndarray) -> float:
+    """Returns a bound from a problem that is cheaper for each set of shapes.
+
+    Neighbors on a grid are treated as one: a shape that holds what the longest of them
+    holds, at the lowest rate of them.
+    """
+    points = problem.points
+    axes = points.quantiles(_side(problem, _MAX_ROUNDED))
+    cells, rates = points.restricted(axes), lowest_rates(points, axes, problem.pricing)
+    relaxation = _relaxation(problem, cells, rates)
+    paid = _paid(problem, cells, seq_lens)
+    prices = relaxation.best_prices(paid, paid, _FIRST_STEPS)
+    return relaxation.total(prices, relaxation.collected(prices))
+
+
+def _safe(problem: Search, bound: Any) -> Any:
+    """Returns a bound, or an array of bounds, without the effect of rounded rates."""
+    return bound * _SLACK - problem.pricing.unit * problem.points.counts.sum()
+
+
+def _side(problem: Search, size: int) -> int:
+    """Returns the number of T of each sequence on a grid of about `size` shapes."""
+    return int(size ** (1 / len(problem.points.values)))
+
+
+def _total(problem: Search, paid: float, collected: np.ndarray) -> float:
+    """Returns the lower bound from what examples pay and all shapes collect."""
+    fixed = collected[-1:] if problem.must_hold_all else collected[:0]
+    free = np.sort(collected[: len(collected) - len(fixed)])
+    number = problem.num_buckets - len(fixed)
+    return paid - float(fixed.sum() + free[len(free) - number :].sum())
+
+
+def _relaxation(problem: Search, points: Points, rates: np.ndarray) -> Relaxation:
+    """Returns the relaxed problem with all combinations of T of the points.
 
     Args:
-      indices: `[P, Q]` integers, the T that each point needs.
-      counts: `[P]` integers, its number of examples.
-      shapes: `[C, Q]` integers, the T of all shapes.
-      rates: `[C]` float64, the cost of a row of each shape; infinite if not allowed.
-      num_buckets: the largest number of shapes.
-      fixed: the index of a shape that is always chosen, if any.
+      problem: the number of shapes.
+      points: the examples, in groups.
+      rates: `[C]` float64, the cost of a row of each combination.
     """
+    sizes = tuple(map(len, points.values))
+    shapes = np.stack(np.unravel_index(np.arange(len(rates)), sizes), axis=1)
+    allowed = np.isfinite(rates)
+    shapes, groups = np.nonzero(fits(points.indices, shapes).T & allowed[:, None])
+    counts = points.counts.astype(np.float64)
+    return Relaxation(
+        counts,
+        np.where(allowed, rates, 0),
+        groups,
+        shapes,
+        counts[groups],
+        problem.num_buckets,
+        len(rates) - 1 if problem.must_hold_all else None,
+    )
 
-    def __init__(
-        self,
-        indices: np.ndarray,
-        counts: np.ndarray,
-        shapes: np.ndarray,
-        rates: np.ndarray,
-        num_buckets: int,
-        fixed: int | None,
-    ):
-        self.indices, self.counts = indices, counts.astype(np.float64)
-        self.shapes, self.rates = shapes, rates
-        self.num_buckets, self.fixed = num_buckets, fixed
 
-    def bound(self, paid: np.ndarray) -> Bound:
-        """Returns a lower bound.
+def _paid(problem: Search, points: Points, seq_lens: np.ndarray) -> np.ndarray:
+    """Returns what an example of each point pays on average in known shapes, `[P]`."""
+    own = problem.points
+    choice = Choice.of(own, own.indices_of(seq_lens), problem.pricing)
+    groups = _row_of(points.indices_of(own.seq_lens(own.indices)), points)
+    paid = np.bincount(groups, choice.rates[choice.first] * own.counts, len(points))
+    return paid / points.counts
 
-        Args:
-          paid: `[P]` float64, the rate that each point pays in known shapes.
-        """
-        target = float(paid @ self.counts)
-        most, pairs = self._pairs(paid)
-        prices = best_prices = paid.copy()
-        best, scale, waited = -np.inf, 1.0, 0
-        for _ in range(_STEPS):
-            collected, held = self._collected(prices, pairs)
-            total, chosen = self._total(prices, collected)
-            waited += 1
-            if total > best:
-                best, best_prices, waited = total, prices, 0
-            if waited > _PATIENCE:
-                scale, waited, prices = scale / 2, 0, best_prices
-                continue
-            times = np.bincount(
-                pairs[0][held & chosen[pairs[1]]], minlength=len(prices)
-            )
-            slope = 1.0 - times
-            norm = slope @ slope
-            if not norm or target * _SLACK <= best:
-                break
-            step = scale * (target - total) / norm
-            prices = np.clip(prices + step * slope / self.counts, 0, most)
-        return self._at(best_prices, pairs)
 
-    def _pairs(
-        self, paid: np.ndarray
-    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """Returns the largest price of each point, and the pairs that can matter.
-
-        These are the pairs of a point and a shape that can collect from it, by shape.
-        """
-        points, shapes, ratios = [], [], []
-        size = max(1, _CHUNK // len(paid))
-        for start in range(0, len(self.shapes), size):
-            part = slice(start, start + size)
-            held = fits(self.indices, self.shapes[part]).T
-            held &= np.isfinite(self.rates[part, None])
-            shape, point = np.nonzero(held)
-            points.append(point)
-            shapes.append(shape + start)
-            ratios.append(self.rates[shape + start] / paid[point])
-        points, shapes, ratios = map(np.concatenate, (points, shapes, ratios))
-        for multiple in _MULTIPLES:
-            kept = ratios < multiple
-            if np.count_nonzero(kept) <= _MAX_PAIRS:
-                break
-        return paid * multiple, (points[kept], shapes[kept])
-
-    def _collected(
-        self, prices: np.ndarray, pairs: tuple[np.ndarray, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what each shape collects, and which pairs contribute to it."""
-        points, shapes = pairs
-        gain = prices[points] - self.rates[shapes]
-        gains = np.maximum(gain, 0) * self.counts[points]
-        return np.bincount(shapes, gains, len(self.rates)), gain > 0
-
-    def _total(
-        self, prices: np.ndarray, collected: np.ndarray
-    ) -> tuple[float, np.ndarray]:
-        """Returns the bound, and which shapes collect most, `[C]` bool."""
-        chosen = np.zeros(len(collected), bool)
-        value = collected.copy()
-        if self.fixed is not None:
-            value[self.fixed] = np.inf
-        top = np.argpartition(-value, min(self.num_buckets, len(value)) - 1)
-        chosen[top[: self.num_buckets]] = True
-        return float(prices @ self.counts - collected[chosen].sum()), chosen
-
-    def _at(self, prices: np.ndarray, pairs: tuple[np.ndarray, np.ndarray]) -> Bound:
-        collected, _ = self._collected(prices, pairs)
-        total, chosen = self._total(prices, collected)
-        # Another shape would replace the chosen one that collects least.
-        least = np.flatnonzero(chosen)
-        if self.fixed is not None:
-            least = least[least != self.fixed]
-        replaced = collected[least].min() if least.size else 0.0
-        if chosen.sum() < self.num_buckets:
-            replaced = 0.0
-        with_shape = np.where(chosen, total, total + replaced - collected)
-        if not least.size:
-            with_shape[~chosen] = np.inf
-        with_shape[~np.isfinite(self.rates)] = np.inf
-        return Bound(total * _SLACK, self.shapes, with_shape * _SLACK)
+def _row_of(indices: np.ndarray, points: Points) -> np.ndarray:
+    """Returns which point has some indices of T, `[n]`, from `[n, Q]`."""
+    sizes = tuple(map(len, points.values))
+    own, given = (
+        np.ravel_multi_index([*x.T], sizes) for x in (points.indices, indices)
+    )
+    return np.searchsorted(np.atleast_1d(own), np.atleast_1d(given))

@@ -36,13 +36,14 @@ def epoch_costs(counts: np.ndarray, seq_lens: np.ndarray, prices: Prices) -> np.
     """
     order = shape_order(seq_lens)
     above = dominates(np.take_along_axis(seq_lens, order[:, :, None], axis=1))
-    counts, sizes, costs, rates = (
-        np.take_along_axis(column, order, axis=1) for column in (counts, *prices)
-    )
     number = len(_CAUTION)
-    repeated = (np.tile(x, (number, 1)) for x in (counts, sizes, costs, rates))
-    caution = np.repeat(_CAUTION, len(counts))[:, None]
-    flows = _flow_costs(*repeated, np.tile(above, (number, 1, 1)), caution)
+    counts, sizes, costs, rates = (
+        np.tile(np.take_along_axis(column, order, axis=1), (number, 1))
+        for column in (counts, *prices)
+    )
+    above = np.tile(above, (number, 1, 1))
+    caution = np.repeat(_CAUTION, len(order))[:, None]
+    flows = _flow_costs(counts, sizes, costs, rates, above, caution)
     return flows.reshape(number, -1).min(axis=0)
 
 

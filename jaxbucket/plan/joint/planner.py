@@ -158,6 +158,8 @@ def _enumerated(
       bound: the lower bound with each of the possible shapes.
       limit: the cost of known shapes.
     """
+    if bound.shapes is None or bound.with_shape is None:
+        return None, False
     promising = bound.with_shape <= limit
     seq_lens = problem.points.seq_lens(bound.shapes[promising])
     if math.comb(len(seq_lens), min(problem.num_buckets, len(seq_lens))) > _MAX_SETS:
@@ -242,6 +244,7 @@ def _uncovered_message(problem: Search) -> str:
             "the budget, or drop or truncate the example."
         )
     return (
-        f"No {problem.num_buckets} shapes were found that hold all examples, because "
-        f"the budget excludes the longest shapes. Raise `num_buckets` or the budget."
+        f"`num_buckets={problem.num_buckets}`: no choice of so few shapes was found that "
+        "holds all examples, because the budget excludes the longest shapes. Raise "
+        "`num_buckets` or the budget."
     )

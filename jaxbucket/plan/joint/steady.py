@@ -11,6 +11,9 @@ from jaxbucket.plan.joint.additions import Choice, Grid
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Pricing
 
+# A choice counts as cheaper only beyond rounding errors.
+_SLACK = 1 - 1e-9
+
 
 class Steady:
     """A search for the best shapes of some points.
@@ -60,7 +63,7 @@ class Steady:
         while len(choice) < size:
             costs = choice.additions(grid).costs
             best = int(np.argmin(costs))
-            if not costs[best] < choice.cost:
+            if not costs[best] < choice.cost * _SLACK:
                 break
             choice = self.choice(np.append(choice.shapes, grid.shapes[[best]], axis=0))
         return choice.shapes
@@ -81,7 +84,7 @@ class Steady:
             costs = choice.additions(grid, without=k).costs
             best = int(np.argmin(costs))
             failures += 1
-            if costs[best] < cost:
+            if costs[best] < cost * _SLACK:
                 shapes = choice.shapes.copy()
                 shapes[k] = grid.shapes[best]
                 choice, failures = self.choice(shapes), 0

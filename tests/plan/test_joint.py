@@ -1,0 +1,343 @@
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from jaxbucket.plan.dominance import assign_cheapest, dominates, fits, shape_order
+from jaxbucket.plan.joint import bound, planner, search
+from jaxbucket.plan.joint.additions import Choice, Grid
+from jaxbucket.plan.joint.bound import lower_bound
+from jaxbucket.plan.joint.enumeration import least_costs
+from jaxbucket.plan.joint.epoch import epoch_costs
+from jaxbucket.plan.joint.planner import search_shapes
+from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint.pricing import Prices, Pricing
+from jaxbucket.plan.joint.search import Search
+from jaxbucket.plan.remainder import epoch_cost
+from jaxbucket.plan.remainder_between import flow_remainders_between
+
+
+def by_tokens(batch_sizes, seq_lens):
+    return batch_sizes * seq_lens.sum(axis=1)
+
+
+def by_pairs(batch_sizes, seq_lens):
+    return batch_sizes * (seq_lens.sum(axis=1) + seq_lens.prod(axis=1) / 7)
+
+
+def by_time(batch_sizes, seq_lens):
+    """Steps with an overhead, in which some T are slow, so that rates are erratic."""
+    slow = 1 + 0.3 * (seq_lens[:, 0] % 3 == 0)
+    return 1.5 + batch_sizes * seq_lens.sum(axis=1) * slow
+
+
+COSTS = by_tokens, by_pairs, by_time
+
+
+def rows_within(max_tokens):
+    return lambda seq_lens: max_tokens // seq_lens.sum(axis=1)
+
+
+class Problem:
+    """A random problem."""
+
+    def __init__(self, seed: int, most: int = 36, num_buckets: int = 3):
+        rng = np.random.default_rng(seed)
+        self.costs_fn = COSTS[seed % 3]
+        sides = int(rng.integers(2, 4))
+        ends = rng.integers(2, int(most ** (1 / sides)) + 1, sides)
+        self.num_buckets = int(rng.integers(1, num_buckets + 1))
+        self.multiples = rng.integers(1, 4, sides)
+        self.last = ends * self.multiples
+        size = int(rng.integers(3, 60))
+        self.lengths = rng.integers(1, self.last + 1, (size, sides))
+        self.lengths[0] = self.last
+        self.budget = int(self.last.sum() * rng.choice([1.0, 1.3, 2.0, 4.0]))
+        self.batch_sizes_fn = rows_within(self.budget)
+
+    def plan(self, **options):
+        return search_shapes(
+            self.lengths,
+            self.num_buckets,
+            self.batch_sizes_fn,
+            self.costs_fn,
+            **{"multiples": self.multiples, **options},
+        )
+
+    def search(self) -> Search:
+        points = Points.of(self.lengths, self.multiples, self.last, 1 << 16)
+        pricing = Pricing(self.batch_sizes_fn, self.costs_fn)
+        pricing = pricing.with_unit(points.seq_lens(points.indices), len(self.lengths))
+        return Search(points, pricing, self.num_buckets, False)
+
+    def shapes(self) -> np.ndarray:
+        sides = map(np.arange, self.multiples, self.last + 1, self.multiples)
+        shapes = np.array(list(itertools.product(*sides)))
+        return shapes[shape_order(shapes)]
+
+    def costs(self, seq_lens: np.ndarray) -> tuple[float, float]:
+        """Returns the cost of an epoch with shapes, and with full batches."""
+        if not fits(self.lengths, seq_lens).any(axis=1).all():
+            return np.inf, np.inf
+        sizes = self.batch_sizes_fn(seq_lens)
+        costs = self.costs_fn(sizes, seq_lens)
+        shapes = assign_cheapest(self.lengths, seq_lens, costs / sizes)
+        counts = np.bincount(shapes, minlength=len(seq_lens))
+        flow = flow_remainders_between(counts, sizes, costs, dominates(seq_lens))
+        return epoch_cost(flow.batches, costs), float(counts @ (costs / sizes))
+
+    def least_cost(self) -> float:
+        """Returns the cost of the cheapest epoch over all sets of shapes."""
+        shapes = self.shapes()
+        sizes = self.batch_sizes_fn(shapes)
+        shapes = shapes[sizes > 0]
+        rates = self.costs_fn(sizes[sizes > 0], shapes) / sizes[sizes > 0]
+        paid = np.where(fits(self.lengths, shapes), rates, np.inf)
+        least = np.inf
+        for number in range(1, self.num_buckets + 1):
+            for chosen in map(list, itertools.combinations(range(len(shapes)), number)):
+                # An epoch costs at least as much as with full batches.
+                if paid[:, chosen].min(axis=1).sum() < least:
+                    least = min(least, self.costs(shapes[chosen])[0])
+        return least
+
+
+def check_against_all_sets(seed: int) -> None:
+    problem = Problem(seed)
+    plan, least = problem.plan(), problem.least_cost()
+    assert plan.proven
+    assert plan.epoch_cost == pytest.approx(least, rel=1e-9)
+    assert problem.costs(plan.seq_lens) == pytest.approx(
+        (plan.epoch_cost, plan.steady_cost)
+    )
+    assert plan.lower_bound == plan.epoch_cost
+    assert len(plan.seq_lens) <= problem.num_buckets
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_set_of_shapes_is_cheaper(seed):
+    check_against_all_sets(seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(40, 240))
+def test_no_set_of_shapes_is_cheaper_in_many_problems(seed):
+    check_against_all_sets(seed)
+
+
+def test_the_search_is_near_the_optimum_on_its_own(monkeypatch):
+    monkeypatch.setattr(planner, "MAX_SHAPES", 0)
+    excesses = []
+    for seed in range(40):
+        problem = Problem(seed)
+        plan, least = problem.plan(), problem.least_cost()
+        assert plan.lower_bound <= least * (1 + 1e-9)
+        assert plan.epoch_cost >= least * (1 - 1e-9)
+        excesses.append(plan.epoch_cost / least - 1)
+        if plan.proven:
+            assert excesses[-1] < 1e-9
+    assert np.mean(np.array(excesses) > 0.02) <= 0.05
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_set_of_shapes_is_below_the_bounds(seed, monkeypatch):
+    problem = Problem(seed)
+    seq_lens = problem.search().shapes()
+    complete = lower_bound(problem.search(), seq_lens)
+    monkeypatch.setattr(bound, "_MAX_SHAPES", 4)
+    monkeypatch.setattr(bound, "_MAX_ROUNDED", 9)
+    monkeypatch.setattr("jaxbucket.plan.joint.fine_grid._MAX_FINE", 16 + seed)
+    rough = lower_bound(problem.search(), seq_lens)
+    shapes = problem.shapes()
+    shapes = shapes[problem.batch_sizes_fn(shapes) > 0]
+    rng = np.random.default_rng(seed)
+    sets = [rng.permutation(len(shapes))[: problem.num_buckets] for _ in range(100)]
+    costs = [problem.costs(shapes[np.sort(chosen)])[1] for chosen in sets]
+    costs.append(problem.costs(seq_lens[shape_order(seq_lens)])[1])
+    assert max(complete.cost, rough.cost) <= min(costs) * (1 + 1e-9)
+    for chosen, cost in zip(sets, costs, strict=False):
+        for shape in shapes[chosen]:
+            index = problem.search().points.indices_of(shape[None])
+            which = (complete.shapes == index).all(axis=1)
+            assert complete.with_shape[which] <= cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_additions_count_what_every_shape_takes(seed):
+    problem = Problem(seed)
+    points, pricing = problem.search().points, problem.search().pricing
+    axes = [np.arange(len(values)) for values in points.values]
+    grid = Grid.of(points, axes, pricing)
+    rng = np.random.default_rng(seed)
+    shapes = grid.shapes[rng.permutation(len(grid))[:3]]
+    choice = Choice.of(points, shapes, pricing)
+    for without in (None, 0):
+        additions = choice.additions(grid, without)
+        others = shapes if without is None else shapes[1:]
+        for c, shape in enumerate(grid.shapes):
+            new = Choice.of(points, np.append(others, shape[None], axis=0), pricing)
+            finite = np.isfinite(grid.prices.rates[c])
+            assert additions.costs[c] == pytest.approx(new.cost if finite else np.inf)
+            equal = (others == shape).all(axis=1).any()
+            if finite and np.isfinite(new.rates).all() and not equal:
+                counts = additions.counts(np.array([c]))[0]
+                counts = counts if without is None else np.delete(counts, without)
+                assert counts.tolist() == new.counts(new.first)[:-1].tolist()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_costs_of_many_epochs_are_those_of_their_flows(seed):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 6))
+    seq_lens = rng.integers(1, 9, (20, size, 2))
+    seq_lens = np.take_along_axis(seq_lens, shape_order(seq_lens)[:, :, None], axis=1)
+    totals = seq_lens.sum(axis=2)
+    sizes = 40 // totals
+    prices = Prices(sizes, (sizes * totals).astype(float), totals.astype(float))
+    counts = rng.integers(0, 30, (20, size))
+    above = dominates(seq_lens)
+    exact = least_costs(counts, above, prices)
+    shuffled = rng.permutation(size)
+    estimates = epoch_costs(
+        counts[:, shuffled],
+        seq_lens[:, shuffled],
+        Prices(*(column[:, shuffled] for column in prices)),
+    )
+    for k in range(20):
+        flow = flow_remainders_between(counts[k], sizes[k], prices.costs[k], above[k])
+        least = epoch_cost(flow.batches, prices.costs[k])
+        padded = -(-counts[k] // sizes[k]) @ prices.costs[k]
+        assert exact[k] == least <= estimates[k] <= padded
+
+
+def test_one_shape_holds_all_if_it_must():
+    lengths = np.array([[1, 8], [8, 1]] * 50)
+    options = {"multiples": [1, 1], "max_seq_lens": [9, 10]}
+    arguments = lengths, 3, rows_within(90), by_tokens
+    free = search_shapes(*arguments, **options)
+    assert free.seq_lens.tolist() == [[1, 8], [8, 1]]
+    plan = search_shapes(*arguments, **options, must_hold_all=True)
+    assert plan.seq_lens.tolist() == [[1, 8], [8, 1], [9, 10]]
+    assert plan.epoch_cost == free.epoch_cost
+    single = search_shapes(lengths, 1, *arguments[2:], **options, must_hold_all=True)
+    assert single.seq_lens.tolist() == [[9, 10]]
+    assert single.proven
+
+
+def test_pairs_are_held_by_shapes_that_the_budget_allows():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 100, (500, 2))
+    lengths = lengths[lengths.sum(axis=1) <= 100]
+    plan = search_shapes(lengths, 8, rows_within(120), by_tokens, multiples=[4, 4])
+    assert fits(lengths, plan.seq_lens).any(axis=1).all()
+    assert (plan.seq_lens.sum(axis=1) <= 120).all()
+
+
+def test_accumulated_batches_are_full_together():
+    lengths = np.array([[4, 4]] * 5)
+    plan = search_shapes(
+        lengths, 1, rows_within(16), by_tokens, multiples=[1, 1], accumulate=2
+    )
+    assert plan.epoch_cost == 64
+
+
+def test_a_huge_cost_excludes_a_shape():
+    lengths = np.array([[2, 2], [2, 4], [4, 4]] * 20)
+
+    def costs_fn(batch_sizes, seq_lens):
+        excluded = (seq_lens == [2, 4]).all(axis=1)
+        return np.where(excluded, 1e99, by_tokens(batch_sizes, seq_lens))
+
+    plan = search_shapes(lengths, 3, rows_within(32), costs_fn, multiples=[1, 1])
+    assert [2, 4] not in plan.seq_lens.tolist()
+    assert plan.proven
+
+
+@pytest.mark.parametrize("sides", [1, 2, 3, 4, 5])
+def test_any_number_of_sequences(sides):
+    rng = np.random.default_rng(sides)
+    lengths = np.maximum(1, rng.lognormal(3, 0.7, (1000, sides)).astype(int))
+    plan = search_shapes(lengths, 4, rows_within(8000), by_tokens, multiples=[8] * sides)
+    assert fits(lengths, plan.seq_lens).any(axis=1).all()
+    whole = by_tokens(1, lengths.max(axis=0)[None])[0] * len(lengths)
+    assert plan.lower_bound <= plan.steady_cost <= plan.epoch_cost < whole / 1.5
+
+
+def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(1, rng.lognormal(4, 0.6, (2000, 2)).astype(int))
+    arguments = 4, rows_within(4096), by_pairs
+    plan = search_shapes(lengths, *arguments, multiples=[4, 8])
+    other = search_shapes(rng.permutation(lengths), *arguments, multiples=[4, 8])
+    np.testing.assert_array_equal(plan.seq_lens, other.seq_lens)
+    assert plan.epoch_cost == other.epoch_cost
+    assert plan.lower_bound == other.lower_bound
+
+
+def test_many_distinct_lengths_are_searched_from_coarse_to_fine(monkeypatch):
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(1, rng.lognormal(4, 0.6, (1000, 2)).astype(int))
+    arguments = lengths, 4, rows_within(4096), by_tokens
+    exact = search_shapes(*arguments, multiples=[4, 4])
+    monkeypatch.setattr(search, "_MAX_POINTS", 200)
+    coarse = search_shapes(*arguments, multiples=[4, 4])
+    assert coarse.epoch_cost < 1.02 * exact.epoch_cost
+
+
+@pytest.mark.exhaustive
+def test_a_million_pairs_take_seconds():
+    rng = np.random.default_rng(0)
+    source = np.maximum(1, rng.lognormal(6, 0.6, 1_000_000).astype(int))
+    target = np.maximum(1, (source * rng.lognormal(0, 0.3, len(source))).astype(int))
+    lengths = np.stack([source, target], axis=1).clip(max=4096)
+    start = time.process_time()
+    plan = search_shapes(lengths, 16, rows_within(1 << 17), by_tokens, multiples=[8, 8])
+    assert time.process_time() - start < 10
+    assert plan.steady_cost < 1.05 * plan.lower_bound
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [1, 2]}, r"`lengths` has shape \(2,\) and dtype int64. Pass int"),
+        ({"lengths": [[1.5, 2]]}, r"`lengths` has shape \(1, 2\) and dtype float64"),
+        ({"lengths": np.zeros((0, 2), int)}, r"`lengths` has shape \(0, 2\)"),
+        ({"lengths": [[1, 2], [0, 3]]}, r"`lengths\[1\]=\[0, 3\]`: a length must be b"),
+        ({"multiples": [1]}, r"`multiples=\[1\]` must be 2 positive integers, one for"),
+        ({"multiples": [1, 0]}, r"`multiples=\[1, 0\]` must be 2 positive integers"),
+        (
+            {"multiples": [2, 3], "max_seq_lens": [9, 9]},
+            r"`max_seq_lens=\[9, 9\]` are not multiples of `multiples=\[2, 3\]`. Use "
+            r"\[10, 9\]",
+        ),
+        (
+            {"max_seq_lens": [8, 8]},
+            r"`lengths\[1\]=\[9, 3\]` is beyond `max_seq_lens=\[8, 8\]`. Raise",
+        ),
+        ({"num_buckets": 0}, "`num_buckets=0` must be a positive integer"),
+        ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
+        (
+            {"batch_sizes_fn": rows_within(13), "must_hold_all": True},
+            r"`max_seq_lens=\[9, 5\]` does not fit in a batch, but `must_hold_all",
+        ),
+        (
+            {"batch_sizes_fn": rows_within(11)},
+            r"No batch of the shape \[9, 3\] is allowed, but an example needs it",
+        ),
+        (
+            {"batch_sizes_fn": rows_within(13), "num_buckets": 1},
+            "`num_buckets=1`: no choice of so few shapes was found that holds all ex",
+        ),
+    ],
+)
+def test_invalid_arguments_are_refused(options, message):
+    arguments = {
+        "lengths": [[4, 5], [9, 3]],
+        "num_buckets": 2,
+        "batch_sizes_fn": rows_within(100),
+        "costs_fn": by_tokens,
+        "multiples": [1, 1],
+    }
+    with pytest.raises(ValueError, match=message):
+        search_shapes(**{**arguments, **options})
