@@ -3,7 +3,8 @@
 `limits` determines the batch size for each T, `histogram` counts the lengths, and
 `costs` defines the cost of a step of each shape. `optimal` and `boundary_rules` choose
 the boundaries of buckets, `joint` those of several sequences at once, and `remainder`
-assigns the examples that do not fill a batch. `planner` combines these modules, and `reports` describes a plan and its cost.
+assigns the examples that do not fill a batch. `planner` combines these modules, and
+`reports` describes a plan and its cost.
 """
 
 from etils import epy as _epy

@@ -258,7 +258,9 @@ def test_a_huge_cost_excludes_a_shape():
 def test_any_number_of_sequences(sides):
     rng = np.random.default_rng(sides)
     lengths = np.maximum(1, rng.lognormal(3, 0.7, (1000, sides)).astype(int))
-    plan = search_shapes(lengths, 4, rows_within(8000), by_tokens, multiples=[8] * sides)
+    plan = search_shapes(
+        lengths, 4, rows_within(8000), by_tokens, multiples=[8] * sides
+    )
     assert fits(lengths, plan.seq_lens).any(axis=1).all()
     whole = by_tokens(1, lengths.max(axis=0)[None])[0] * len(lengths)
     assert plan.lower_bound <= plan.steady_cost <= plan.epoch_cost < whole / 1.5

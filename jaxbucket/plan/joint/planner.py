@@ -244,7 +244,7 @@ def _uncovered_message(problem: Search) -> str:
             "the budget, or drop or truncate the example."
         )
     return (
-        f"`num_buckets={problem.num_buckets}`: no choice of so few shapes was found that "
-        "holds all examples, because the budget excludes the longest shapes. Raise "
-        "`num_buckets` or the budget."
+        f"`num_buckets={problem.num_buckets}`: no choice of so few shapes was found "
+        "that holds all examples, because the budget excludes the longest shapes. "
+        "Raise `num_buckets` or the budget."
     )
