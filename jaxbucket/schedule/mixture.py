@@ -264,6 +264,12 @@ class Turns:
         before = int(self._turns_before[turn])
         return member, periods * int(self.parts[member]) + before
 
+    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same as `at` for each of `[n]` turns."""
+        periods, turns = np.divmod(turns, self.period)
+        members = self._members[turns]
+        return members, periods * self.parts[members] + self._turns_before[turns]
+
     def until(self, member: int, count: int) -> int:
         """Returns the number of turns after which a member has had `count` >= 1."""
         periods, last = divmod(count - 1, int(self.parts[member]))
