@@ -53,7 +53,10 @@ class Mixture(Schedule):
         "steps" and "tokens" are nearly the same.
       accumulate: the number of micro-batches in a step. If the components already
         accumulate, their steps are taken as they are. Otherwise a step consists of
-        `accumulate` consecutive batches of the mixture.
+        `accumulate` consecutive batches of the mixture. With the order "spread", these
+        may all have the same bucket, for a whole run: components with equally many
+        batches of each bucket keep in step. For steps with several buckets, create
+        components with `accumulate` and `group="mixed"` instead.
 
     Raises:
       ValueError: if a component is not a `BatchSchedule`; if the components differ in
