@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jaxbucket.plan.dominance import assign_cheapest, dominates, fits, shape_order
+from jaxbucket.base.assignment import cheapest
+from jaxbucket.plan.flow.between import flow_remainders_between
+from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 from jaxbucket.plan.joint.planner import search_shapes
-from jaxbucket.plan.remainder_between import flow_remainders_between
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 NUM_BUCKETS = (4, 8, 16, 32)
@@ -178,7 +179,7 @@ def epoch_of(pairs: Pairs, seq_lens: np.ndarray, costs_fn: Callable) -> Epoch:
     seq_lens = seq_lens[shape_order(seq_lens)]
     sizes = pairs.batch_sizes(seq_lens)
     costs = costs_fn(sizes, seq_lens)
-    shapes = assign_cheapest(pairs.lengths, seq_lens, costs / sizes)
+    shapes = cheapest(pairs.lengths, seq_lens, costs / sizes)
     counts = np.bincount(shapes, minlength=len(seq_lens))
     flow = flow_remainders_between(counts, sizes, costs, dominates(seq_lens))
     return Epoch(float(flow.batches @ costs), float(counts @ (costs / sizes)))

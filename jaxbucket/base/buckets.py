@@ -290,7 +290,6 @@ class BucketPlan:
         used = self.truncated(lengths)
         row_costs = self.costs / self.batch_sizes
         index = assignment.cheapest(used, self.seq_lens, row_costs)
-        index[index == len(self)] = -1
         is_unheld = index < 0
         if is_unheld.any() and not self._drops:
             raise ValueError(unheld_message(lengths, is_unheld, self.sequences))

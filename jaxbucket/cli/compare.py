@@ -26,8 +26,8 @@ from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.planner import plan_within
-from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.comparison import compare_plans
 
 

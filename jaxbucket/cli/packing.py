@@ -14,8 +14,8 @@ from jaxbucket.packing.packed_plan import Pack, PackedPlan, plan_packing
 from jaxbucket.packing.rows import pack
 from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.costs import TokenCost
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.formatting import format_cost
-from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
 from jaxbucket.plan.reports.epoch import Report, report
 
@@ -72,11 +72,13 @@ def plan_rows(
     num_buckets: int,
     pack: Pack,
     block_sparse: bool,
+    **options: Any,
 ) -> PackedPlan:
     """Returns the plan of `plan_packing` within the limits of the options.
 
     Examples that are too long are first dropped, truncated or split, according to
-    `--overlong`, and the report counts them.
+    `--overlong`, and the report counts them. More options of `plan_packing` are passed
+    on.
     """
     limits = shape.limits()
     packed = plan_packing(
@@ -89,6 +91,7 @@ def plan_rows(
         block_sparse=block_sparse,
         batch_size_multiple=limits.batch_size_multiple,
         seq_len_multiple=limits.seq_len_multiple,
+        **options,
     )
     last = limits.max_seq_len
     if last is None:
@@ -156,7 +159,7 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
         difference = f"{abs(change):.1%} {'less' if change > 0 else 'more'} than"
     mixing = ""
     if "mix" in packed.cause:
-        mixing = "Batches of packed rows mix more lengths, so updates are less noisy. "
+        mixing = "Batches of packed rows mix more lengths. "
         if not packed.is_packed:
             mixing = "Batches of packed rows would mix fewer lengths. "
     return (

@@ -58,6 +58,12 @@ _AUTO = "auto"
     help="Pack several examples into each row; auto packs if that costs less, or only "
     "a little more.",
 )
+@click.option(
+    "--mixing",
+    type=click.FloatRange(0, 1),
+    help="With --pack: how much more rows may cost, as a share, if their batches mix "
+    "lengths; the default is 0.01.",
+)
 @block_sparse_option
 @click.option(
     "--compile-seconds",
@@ -86,6 +92,7 @@ def plan(
     boundaries: str | None,
     shapes: str | None,
     pack: Pack,
+    mixing: float | None,
     block_sparse: bool,
     compile_seconds: float | None,
     num_epochs: float | None,
@@ -113,14 +120,17 @@ def plan(
         "--max-buckets": max_buckets,
     }
     _check_choice(shapes, boundaries, num_buckets, auto)
-    _check_pack(pack, block_sparse, shape, shapes, boundaries, num_buckets)
+    needs_pack = {"--mixing": mixing is not None, "--block-sparse": block_sparse}
+    _check_pack(pack, needs_pack, shape, shapes, boundaries, num_buckets)
     with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
         measured = read_lengths(lengths, column)
         size = 8 if num_buckets in (None, _AUTO) else _number(num_buckets)
         if num_buckets == _AUTO:
             chosen = _by_curve(measured, shape, auto)
         elif pack != "never":
-            chosen = _packed(measured, shape, size, pack, block_sparse)
+            options = {} if mixing is None else {"mixing": mixing}
+            packed = plan_rows(measured, shape, size, pack, block_sparse, **options)
+            chosen = _packed(measured, packed)
         elif shapes is not None:
             chosen = _Chosen(shape.fixed_plan(shapes), measured, shape.accumulate)
         else:
@@ -146,8 +156,8 @@ def plan(
         tables.insert(0, chosen.curve)
     if chosen.packed:
         why = reason(chosen.packed, shape, unit)
-        packed = dataclasses.replace(chosen.packed, report=epoch)
-        numbers["packing"] = packed.to_dict() | {"reason": why}
+        with_unit = dataclasses.replace(chosen.packed, report=epoch)
+        numbers["packing"] = with_unit.to_dict() | {"reason": why}
         notes.append(why)
     show(as_json, numbers, *tables, sentence="\n".join(notes))
 
@@ -191,17 +201,14 @@ def _by_curve(
     return _Chosen(curve.chosen.plan, lengths, shape.accumulate, curve)
 
 
-def _packed(
-    lengths: np.ndarray, shape: ShapeOptions, size: int, pack: Pack, block_sparse: bool
-) -> _Chosen:
-    packed = plan_rows(lengths, shape, size, pack, block_sparse)
+def _packed(lengths: np.ndarray, packed: PackedPlan) -> _Chosen:
     rows = lengths if packed.packing is None else packed.packing.row_lengths
     return _Chosen(packed.plan, rows, packed=packed)
 
 
 def _check_pack(
     pack: Pack,
-    block_sparse: bool,
+    needs_pack: dict[str, bool],
     shape: ShapeOptions,
     shapes: str | None,
     boundaries: str | None,
@@ -209,10 +216,11 @@ def _check_pack(
 ) -> None:
     """Raises a ValueError for options that contradict `--pack` or need it."""
     if pack == "never":
-        if block_sparse:
-            raise ValueError(
-                "`--block-sparse` requires `--pack`. Remove it, or add `--pack auto`."
-            )
+        for name, given in needs_pack.items():
+            if given:
+                raise ValueError(
+                    f"`{name}` requires `--pack`. Remove it, or add `--pack auto`."
+                )
         return
     others = {
         "--shapes": shapes is not None,

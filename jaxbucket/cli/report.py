@@ -21,7 +21,7 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.outputs import check_outputs, new_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.plan.remainder import Remainder
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report as report_of
 
 remainder_option = click.option(

@@ -164,9 +164,9 @@ def plan_packing(
     by packing the lengths. With `packed_cost_fn`, examples up to some T may also get
     rows of their own, which then cost as much as padded rows.
 
-    The gradient of a batch with examples of one length is noisier than that of a batch
-    of all lengths (see docs/learning.md). So the search also prefers fewer, wider
-    buckets and rows that mix lengths, if they cost only a little more.
+    Batches of rows that mix lengths are preferred if they cost only a little more
+    (`mixing`), because the gradient of a batch with examples of one length is biased
+    towards what that length holds (see docs/learning.md).
 
     Example:
       >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
@@ -197,7 +197,8 @@ def plan_packing(
         with a mask.
       mixing: how much more an epoch may cost, as a share, if its batches mix lengths. A
         cost is raised by this share of itself if every batch has examples of one
-        length, and by a part of it otherwise; with 0, the cheapest rows are chosen.
+        length, and by a part of it otherwise. With 0, rows are compared by their cost
+        alone. (The search is greedy, so it may still miss cheaper rows.)
       max_padding: the maximum share of padding in packed rows, even if more padding
         would be cheaper. It refers to the rows before remainders are promoted
         to longer T.

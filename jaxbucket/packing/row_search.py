@@ -13,9 +13,9 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_patterns import fuller_patterns, row_patterns
 from jaxbucket.packing.separation import log_variance, separation
+from jaxbucket.plan.flow.remainder import flow_remainders
 from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.remainder import flow_remainders
 
 # The ratio between neighboring T of the first grid. Refinements use smaller ratios.
 _RATIO = math.sqrt(2)

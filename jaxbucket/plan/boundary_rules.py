@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.remainder import RowFlow, epoch_cost, flow_remainders
+from jaxbucket.plan.flow.remainder import RowFlow, epoch_cost, flow_remainders
 
 
 @dataclasses.dataclass(frozen=True)

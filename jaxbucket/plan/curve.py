@@ -15,10 +15,10 @@ from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import table_text
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
+from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
-from jaxbucket.plan.remainder import epoch_cost
 
 # How many numbers of buckets are tried per doubling. Up to twice this number, all are.
 _SIZES_PER_DOUBLING = 32

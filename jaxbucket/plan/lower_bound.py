@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from jaxbucket.plan.boundary_rules import Candidates
-from jaxbucket.plan.remainder import least_cost
+from jaxbucket.plan.flow.remainder import least_cost
 
 # Costs are scaled to integers, so that a plan does not depend on rounding errors.
 # The cost of an epoch has this many bits, so that the sum of a few stays below 2**63.

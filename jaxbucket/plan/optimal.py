@@ -16,6 +16,7 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import RULES, Candidates
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.dense import evenly_dense, improved, near
+from jaxbucket.plan.flow.remainder import least_cost
 from jaxbucket.plan.lower_bound import (
     INFINITE,
     Problem,
@@ -23,7 +24,6 @@ from jaxbucket.plan.lower_bound import (
     lower_bounds,
     traced_ends,
 )
-from jaxbucket.plan.remainder import least_cost
 
 # The unit of work is a pair: one start and one end of a bucket that are examined
 # together. No wider search starts after the soft limit, and a search stops at the hard

@@ -27,7 +27,7 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.lengths import total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.remainder import Remainder, RowFlow, filler_bucket
+from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
 from jaxbucket.schedule.balance import mean_imbalance
 from jaxbucket.schedule.base import Schedule

@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.plan.epoch_flow import epoch_flow
-from jaxbucket.plan.remainder import Remainder
+from jaxbucket.plan.flow.epoch import epoch_flow
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 
 # (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.

@@ -53,7 +53,10 @@ class Mixture(Schedule):
         "steps" and "tokens" are nearly the same.
       accumulate: the number of micro-batches in a step. If the components already
         accumulate, their steps are taken as they are. Otherwise a step consists of
-        `accumulate` consecutive batches of the mixture.
+        `accumulate` consecutive batches of the mixture. With the order "spread", these
+        may all have the same bucket, for a whole run: components with equally many
+        batches of each bucket keep in step. For steps with several buckets, create
+        components with `accumulate` and `group="mixed"` instead.
 
     Raises:
       ValueError: if a component is not a `BatchSchedule`; if the components differ in
@@ -264,6 +267,12 @@ class Turns:
         member = int(self._members[turn])
         before = int(self._turns_before[turn])
         return member, periods * int(self.parts[member]) + before
+
+    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same as `at` for each of `[n]` turns."""
+        periods, turns = np.divmod(turns, self.period)
+        members = self._members[turns]
+        return members, periods * self.parts[members] + self._turns_before[turns]
 
     def until(self, member: int, count: int) -> int:
         """Returns the number of turns after which a member has had `count` >= 1."""

@@ -119,9 +119,13 @@ class Spread(Order):
 
     Any t consecutive batches of a run include the share of every bucket, t * n / N for
     a bucket with n of the N batches of an epoch, with an error of less than four, and
-    typically less than two. An opening counts as a separate window. Consecutive
-    batches, such as the micro-batches of a step with `group="mixed"`, therefore differ
-    in length. Like a shuffled order, this needs no state.
+    typically less than two. (For most shares of three or more buckets, no order has
+    errors of less than one in every window.) Consecutive batches, such as the
+    micro-batches of a step with `group="mixed"`, therefore differ in length. After an
+    opening, the rest of the first epoch has the shares of the batches that remain.
+
+    All epochs have the same sequence of buckets, and each draws the examples of its
+    batches. Like a shuffled order, this needs no state.
     """
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs, feature_specs
-from jaxbucket.plan.remainder import filler_bucket
+from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.reader import PooledExample, StreamCounts

@@ -8,7 +8,7 @@ import collections
 from collections.abc import Iterable, Sequence
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.remainder import flow_remainders
+from jaxbucket.plan.flow.remainder import flow_remainders
 from jaxbucket.stream.reader import PooledExample
 
 Queue = collections.deque[PooledExample]

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxbucket.base.digest import digest
 from jaxbucket.data.example import Example, Features, feature_specs
-from jaxbucket.plan.remainder import filler_bucket, flow_remainders
+from jaxbucket.plan.flow.remainder import filler_bucket, flow_remainders
 from jaxbucket.stream.peer_status import PeerStatus, check_same_config
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool

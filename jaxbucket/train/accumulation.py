@@ -29,7 +29,7 @@ from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.train.loss import Metrics, row_keys
 from jaxbucket.train.pmap import PmapStep
-from jaxbucket.train.state import TrainState
+from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import by_path, with_values
 
 
@@ -182,7 +182,7 @@ class AccumulatingStep:
 
     def _begin_for(self, state: Any, batch: Batch) -> Any:
         """Returns the jitted `begin` for states and batches of these shapes."""
-        leaves, structure = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten(checked_state(state))
         key = (
             structure,
             *((leaf.shape, leaf.dtype) for leaf in leaves),
@@ -197,7 +197,7 @@ class AccumulatingStep:
         """Returns shapes and dtypes of the results of any micro-batch."""
 
         def sums(state: TrainState, batch: Batch) -> Any:
-            keys = row_keys(0, state.step, 0, batch.bucket.batch_size)
+            keys = row_keys(0, checked_state(state).step, 0, batch.bucket.batch_size)
             (grads, sums), variables = self._local_sums(state, batch, keys)
             return jax.tree.map(at_least_float32, grads), sums, variables
 

@@ -47,13 +47,16 @@ def _plot_buckets(bias: BucketBias, ax: Axes) -> None:
     noise = np.array([bucket.noise for bucket in bias.buckets])
     # An estimate near zero may be negative, which cannot be drawn.
     biases = np.maximum([bucket.bias for bucket in bias.buckets], 0)
-    errors = np.nan_to_num([bucket.bias_error for bucket in bias.buckets])
+    errors = [bucket.bias_error for bucket in bias.buckets]
     ax.bar(places, noise, **_NOISE)
     ax.bar(places, biases, bottom=noise, **_BIAS)
     ax.errorbar(places, noise + biases, errors, fmt="none", ecolor="0.2", capsize=3)
     labels = [str(bucket.bucket) for bucket in bias.buckets]
     ax.set_xticks(places, labels, rotation=45, ha="right")
-    ax.set(xlabel="bucket [B, T]", ylabel="variance of the gradient of a batch")
+    label = "bucket [B, T]"
+    if bias.left_out:
+        label += f", without {bias.left_out_share:.1%} of the steps"
+    ax.set(xlabel=label, ylabel="variance of the gradient of a batch")
     ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
@@ -75,5 +78,5 @@ def _plot_ways(bias: BucketBias, ax: Axes) -> None:
     ax.axvline(noise, color="0.2", linewidth=0.8, linestyle=":")
     ax.set_yticks(places, names)
     ax.invert_yaxis()
-    ax.set(xlabel="variance of updates")
+    ax.set(xlabel="variance of updates with the same learning rate")
     ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -13,15 +13,23 @@ import numpy as np
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.table import table_text
 from jaxbucket.train.gradient_estimates import (
+    MIN_BATCHES,
     GradientEstimates,
     GradientSamples,
     jackknife_error,
     leave_out,
 )
-from jaxbucket.train.ways_to_batch import NUM_UPDATES, WayToBatch, ways_to_batch
+from jaxbucket.train.ways_to_batch import (
+    NUM_UPDATES,
+    WayToBatch,
+    spread_windows,
+    ways_to_batch,
+)
 
 # A mean of updates that is closer to the mean gradient is not worth mentioning.
 _MIN_OFFSET = 0.01
+# Smaller shares of tokens are shown as none.
+_MIN_SHOWN = 0.0005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +40,11 @@ class BucketGradient:
 
     Attributes:
       bucket: the shape of the batches.
-      share: the share of the bucket in the steps.
+      share: the share of the bucket in the steps of an epoch.
       weight: the mean weight of a batch, such as its number of real tokens.
       bias: the squared distance from the bucket's mean gradient to that of the data.
         It is an unbiased estimate, so it may be slightly negative.
-      bias_error: the standard error of the bias; NaN if fewer than three batches were
-        measured.
+      bias_error: the standard error of the bias.
       noise: the variance of the gradient of a batch, summed over all parameters.
       noise_scale: the weight of a batch at which its noise equals the squared norm of
         the mean gradient ("simple noise scale", McCandlish et al., 2018,
@@ -59,18 +66,23 @@ class BucketGradient:
 class BucketBias:
     """How far the gradients of buckets are from the gradient of the data.
 
+    All of this assumes that every update has the same learning rate.
+
     Attributes:
       buckets: the measurements by bucket, the shortest first.
       offset: the squared distance from the mean of all updates, with one bucket in
         each, to the mean gradient of the data. It is large if batches of different
-        buckets have different weights, because every update counts equally.
+        buckets have different weights, because every update counts equally. It is an
+        unbiased estimate, so it may be slightly negative.
+      offset_error: the standard error of the offset.
       ways: the variance of updates for several ways to batch the examples.
-      left_out: buckets of which fewer than two batches have weight.
+      left_out: buckets of which fewer than three batches with weight were measured.
       left_out_share: the share of these buckets in the steps.
     """
 
     buckets: tuple[BucketGradient, ...]
     offset: float
+    offset_error: float
     ways: tuple[WayToBatch, ...]
     left_out: tuple[Bucket, ...] = ()
     left_out_share: float = 0.0
@@ -86,20 +98,20 @@ class BucketBias:
 
         Args:
           counts: bucket -> number of its batches in an epoch.
-          measured: bucket -> its measured batches. Buckets in which fewer than two have
-            weight are left out.
+          measured: bucket -> its measured batches. Buckets in which fewer than three
+            have weight are left out.
           accumulate: the number of micro-batches in an update, each of which is a batch
             here.
 
         Raises:
-          ValueError: if a gradient is not finite, if no bucket has two batches, or if
+          ValueError: if a gradient is not finite, if no bucket has three batches, or if
             the mean gradient cannot be told from zero.
         """
         _check(measured)
-        kept = {bucket: x for bucket, x in measured.items() if x.size > 1}
+        kept = {k: x for k, x in measured.items() if x.size >= MIN_BATCHES}
         if not kept:
             raise ValueError(
-                "No bucket has two batches with weight, so the noise of gradients "
+                "No bucket has three batches with weight, so the noise of gradients "
                 "cannot be estimated. Plan with fewer buckets or a smaller "
                 "`max_tokens`, or check the weights of the loss."
             )
@@ -107,25 +119,26 @@ class BucketBias:
         estimates = GradientEstimates.of(steps, samples)
         folds = [GradientEstimates.of(steps, part) for part in leave_out(samples)]
         left_out = tuple(bucket for bucket in counts if bucket not in kept)
-        share = steps / steps.sum()
+        total = sum(counts.values())
         return cls(
-            tuple(_buckets(kept, estimates, folds)),
-            float(share @ estimates.inner @ share),
+            tuple(_buckets(kept, steps / total, estimates, folds)),
+            estimates.offset,
+            float(jackknife_error([fold.offset for fold in folds])),
             tuple(_ways(estimates, folds, accumulate)),
             left_out,
-            sum(counts[bucket] for bucket in left_out) / sum(counts.values()),
+            sum(counts[bucket] for bucket in left_out) / total,
         )
 
     @property
     def summary(self) -> str:
-        """What the order and packing change, in one or two sentences."""
-        shuffled, spread = (_more(way.more_tokens) for way in self.ways[:2])
+        """What the order changes, as far as it exceeds two errors, in sentences."""
+        shuffled, spread = map(_more, self.ways[:2])
         text = (
             "Compared with random examples of all lengths, training on one bucket at a "
             f"time needs about {shuffled} tokens because of this variance if the order "
             f"is shuffled, and {spread} if buckets are spread evenly."
         )
-        if self.offset > _MIN_OFFSET:
+        if self.offset > max(_MIN_OFFSET, 2 * self.offset_error):
             text += (
                 " The mean of updates differs from the mean gradient by "
                 f"{math.sqrt(self.offset):.0%} of its norm, because every update "
@@ -135,13 +148,15 @@ class BucketBias:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python objects, with None instead of NaN."""
+        """Returns all numbers as plain Python objects."""
         return {
             "buckets": [
-                _numbers(x) | {"bucket": _shape(x.bucket)} for x in self.buckets
+                dataclasses.asdict(x) | {"bucket": _shape(x.bucket)}
+                for x in self.buckets
             ],
             "offset": self.offset,
-            "ways": [_numbers(way) for way in self.ways],
+            "offset_error": self.offset_error,
+            "ways": [dataclasses.asdict(way) for way in self.ways],
             "left_out": [_shape(bucket) for bucket in self.left_out],
             "left_out_share": self.left_out_share,
         }
@@ -171,7 +186,7 @@ class BucketBias:
         )
         if self.left_out:
             caption += (
-                " Left out, because fewer than two batches have weight: "
+                " Left out, because fewer than three batches have weight: "
                 f"{', '.join(map(str, self.left_out))}, {self.left_out_share:.1%} of "
                 "the steps."
             )
@@ -195,7 +210,8 @@ class BucketBias:
             f"Variance of an update, and of the mean of {NUM_UPDATES} updates (times "
             f"{NUM_UPDATES}), relative to the squared norm of the mean gradient. More "
             "tokens: an estimate of how many more are needed than with random examples "
-            f"of all lengths. {self.summary}"
+            "of all lengths, if all updates have the same learning rate. "
+            f"{self.summary}"
         )
         table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
         table.add_column("way to batch", no_wrap=True)
@@ -226,17 +242,16 @@ def _check(measured: Mapping[Bucket, GradientSamples]) -> None:
 
 def _buckets(
     measured: Mapping[Bucket, GradientSamples],
+    shares: np.ndarray,
     estimates: GradientEstimates,
     folds: list[GradientEstimates],
 ) -> Iterator[BucketGradient]:
-    biases = np.reshape([fold.bias for fold in folds], (len(folds), len(measured)))
-    errors = jackknife_error(biases)
-    share = estimates.steps / estimates.steps.sum()
+    errors = jackknife_error([fold.bias for fold in folds])
     for k, (bucket, x) in enumerate(measured.items()):
         weight, noise = float(estimates.weights[k]), float(estimates.noise[k])
         yield BucketGradient(
-            *(bucket, float(share[k]), weight, float(estimates.bias[k])),
-            float(errors[k]) if x.size > 2 else math.nan,
+            *(bucket, float(shares[k]), weight),
+            *(float(estimates.bias[k]), float(errors[k])),
             *(noise, noise * weight, x.size),
         )
 
@@ -245,39 +260,34 @@ def _ways(
     estimates: GradientEstimates, folds: list[GradientEstimates], accumulate: int
 ) -> Iterator[WayToBatch]:
     """Yields the ways to batch, for updates of several measured batches."""
+    windows = spread_windows(estimates.steps)
     ways, *others = (
         list(
             ways_to_batch(
                 dataclasses.replace(
                     x, noise=x.noise / accumulate, examples=x.examples * accumulate
-                )
+                ),
+                windows,
             )
         )
         for x in (estimates, *folds)
     )
-    more = np.reshape(
-        [[way.more_tokens for way in x] for x in others], (len(folds), len(ways))
-    )
-    for way, error in zip(ways, jackknife_error(more).tolist(), strict=True):
+    errors = jackknife_error([[way.more_tokens for way in x] for x in others])
+    for way, error in zip(ways, errors.tolist(), strict=True):
         yield dataclasses.replace(way, more_tokens_error=error)
-
-
-def _numbers(part: BucketGradient | WayToBatch) -> dict[str, Any]:
-    """Returns the fields, with None instead of NaN, which JSON does not have."""
-    return {
-        name: None if isinstance(x, float) and math.isnan(x) else x
-        for name, x in dataclasses.asdict(part).items()
-    }
 
 
 def _shape(bucket: Bucket) -> list[int]:
     return bucket.to_list()
 
 
-def _more(share: float) -> str:
-    if abs(share) < 0.0005:
-        return "as many"
-    return f"{abs(share):.1%} {'more' if share >= 0 else 'fewer'}"
+def _more(way: WayToBatch) -> str:
+    """Returns how many more tokens a way needs, if that exceeds two errors."""
+    more, error = abs(way.more_tokens), way.more_tokens_error
+    shown = f" ± {error:.1%}" if error >= _MIN_SHOWN else ""
+    if more <= max(2 * error, _MIN_SHOWN):
+        return f"as many{shown and f' ({shown.strip()})'}"
+    return f"{more:.1%}{shown} {'more' if way.more_tokens >= 0 else 'fewer'}"
 
 
 def _short(number: float) -> str:
@@ -285,5 +295,4 @@ def _short(number: float) -> str:
 
 
 def _with_error(value: float, error: float, *formats: str) -> str:
-    shown = format(value, formats[0])
-    return shown if math.isnan(error) else f"{shown} ± {error:{formats[1]}}"
+    return f"{value:{formats[0]}} ± {error:{formats[1]}}"

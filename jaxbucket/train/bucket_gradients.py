@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxbucket.base.batch import EMPTY_ROW, Batch
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
+from jaxbucket.schedule.epoch_buckets import epoch_buckets
 from jaxbucket.sharding import prefetch_to_mesh
 from jaxbucket.train.bias_report import BucketBias
-from jaxbucket.train.gradient_estimates import GradientSamples
+from jaxbucket.train.gradient_estimates import MIN_BATCHES, GradientSamples
 from jaxbucket.train.gradient_sketch import make_sketch_step
 from jaxbucket.train.loss import LossFn
-from jaxbucket.train.state import TrainState
+from jaxbucket.train.state import TrainState, checked_state
 
 if TYPE_CHECKING:
     from jaxbucket.train.loader import MeshLoader
 
 # The results of a sketch step, in the order of `GradientSamples`.
 _MEASURED = ("sketch", "weight", "num_examples")
-# Steps of an epoch that are searched for batches of every bucket.
-_MAX_STEPS_SEARCHED = 4096
 
 
 def bucket_bias(
@@ -49,7 +48,9 @@ def bucket_bias(
     few hundred steps rather than at the first step, and on batches that are still to
     come: `MeshLoader(..., start_step=int(state.step))`. The measurement takes about as
     long as `batches_per_bucket` training steps of every bucket, and compiles one
-    program for each. All processes of the mesh must call this function.
+    program for each. All processes of the mesh must call this function. The loss may
+    change any variables of the model, such as batch statistics; the new values are not
+    used.
 
     Example:
       >>> import jax, optax, jaxbucket as jb
@@ -73,26 +74,29 @@ def bucket_bias(
     Args:
       loss_fn: the loss, as for `make_train_step`.
       state: the state whose parameters the gradients are taken at.
-      batches: the loader of the run. Batches are chosen from an epoch from its
-        `start_step` on. Its schedule may be for padded or packed rows, and
+      batches: the loader of the run. Batches are chosen at random from the first whole
+        epoch after its `start_step`. Its schedule may be for padded or packed rows, and
         micro-batches are measured one by one.
-      batches_per_bucket: the number of batches to measure in each bucket, at least 2;
-        standard errors need 3.
-      seed: the seed of the keys that the loss receives.
+      batches_per_bucket: the number of batches to measure in each bucket, at least 3.
+      seed: the seed of the choice and of the keys that the loss receives.
       progress: whether to show progress bars on a terminal.
 
     Returns:
       The bias and the noise of each bucket, and what other orders would change.
 
     Raises:
-      ValueError: if `batches` is not a `MeshLoader`; if `batches_per_bucket` is below
-        2; if no bucket has two batches; if a gradient is not finite, or their mean
-        cannot be told from zero; or if the loss breaks its contract.
+      ValueError: if `state` is not a state of `create_state`, or `batches` not a
+        `MeshLoader`; if `batches_per_bucket` is below 3; if no bucket has three
+        batches; if a gradient is not finite, or their mean cannot be told from zero; or
+        if the loss breaks its contract.
     """
-    if check_integer("batches_per_bucket", batches_per_bucket) < 2:
+    checked_state(state)
+    check_seed(seed)
+    if check_integer("batches_per_bucket", batches_per_bucket) < MIN_BATCHES:
         raise ValueError(
             f"`batches_per_bucket={batches_per_bucket}` is too small to estimate "
-            "noise. Measure at least 2 batches of every bucket."
+            f"noise and its error. Measure at least {MIN_BATCHES} batches of every "
+            "bucket."
         )
     if not hasattr(batches, "schedule"):
         raise ValueError(
@@ -100,8 +104,8 @@ def bucket_bias(
             "`MeshLoader(source, schedule, mesh)`, whose schedule tells how often each "
             "bucket occurs."
         )
-    counts, chosen = _choose(batches, batches_per_bucket)
-    step_fn = make_sketch_step(loss_fn, batches, check_seed(seed))
+    counts, chosen = _choose(batches, batches_per_bucket, seed)
+    step_fn = make_sketch_step(loss_fn, batches, seed)
     specs = {bucket: batches.specs[bucket] for bucket in counts}
     steps = compile_steps(step_fn, state, specs, progress=progress)
     measured: dict[Bucket, list[Any]] = {bucket: [] for bucket in counts}
@@ -125,27 +129,28 @@ def _samples(results: list[Any]) -> GradientSamples:
 
 
 def _choose(
-    batches: MeshLoader, batches_per_bucket: int
+    batches: MeshLoader, batches_per_bucket: int, seed: int
 ) -> tuple[dict[Bucket, int], list[tuple[int, int]]]:
-    """Chooses batches of every bucket, evenly spaced over an epoch.
+    """Chooses random batches of every bucket from the first whole epoch.
 
     Returns:
-      The number of batches of each bucket that were seen, shortest bucket first, and
+      The number of batches of each bucket in the epoch, shortest bucket first, and
       pairs of a step and the index of a micro-batch, in the order of the steps.
     """
-    places: dict[Bucket, list[tuple[int, int]]] = {}
-    schedule, start = batches.schedule, batches.start_step
-    number = min(len(schedule), _MAX_STEPS_SEARCHED)
-    for step in (start + i * len(schedule) // number for i in range(number)):
-        for index, micro in enumerate(schedule.micro_batches(step)):
-            if np.any(micro.rows != EMPTY_ROW):
-                places.setdefault(micro.bucket, []).append((step, index))
-    buckets = sorted(places, key=lambda bucket: bucket.seq_len)
-    chosen = []
-    for x in places.values():
-        number = min(batches_per_bucket, len(x))
-        chosen += [x[i * len(x) // number] for i in range(number)]
-    return {bucket: len(places[bucket]) for bucket in buckets}, sorted(chosen)
+    schedule = batches.schedule
+    epoch = -(-(batches.start_step - schedule.first_step) // len(schedule))
+    first = schedule.first_step + epoch * len(schedule)
+    buckets = epoch_buckets(schedule, epoch)
+    random = np.random.default_rng(seed)
+    counts, chosen = {}, []
+    for index, bucket in enumerate(schedule.plan.buckets):
+        places = np.flatnonzero(buckets == index)
+        if len(places):
+            counts[bucket] = len(places)
+            number = min(batches_per_bucket, len(places))
+            chosen += random.choice(places, number, replace=False).tolist()
+    pairs = (divmod(place, schedule.accumulate) for place in sorted(chosen))
+    return counts, [(first + step, index) for step, index in pairs]
 
 
 def _load(batches: MeshLoader, places: Iterable[tuple[int, int]]) -> Iterator[Batch]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # Groups of batches that are left out in turn to estimate standard errors.
-_FOLDS = 4
+_FOLDS = 8
+# With one batch left out, two are left, which still show noise.
+MIN_BATCHES = 3
 
 
 class GradientSamples(NamedTuple):
@@ -41,9 +43,9 @@ class GradientEstimates:
 
     Attributes:
       steps: `[K]` integers, the number of batches of each bucket in an epoch.
-      weights: `[K]`, the mean weight of a batch.
+      weights: `[K]`, the mean weight of a batch, batches of weight 0 included.
       examples: `[K]`, the mean number of examples in a batch.
-      noise: `[K]`, the variance of the gradient of a batch.
+      noise: `[K]`, the variance of the gradient of a batch of this weight.
       inner: `[K, K]`, the inner products of the distances of the buckets' gradients
         from the mean gradient. The diagonal is the squared bias.
     """
@@ -73,9 +75,9 @@ class GradientEstimates:
                 for x, mean in zip(samples, means, strict=True)
             ]
         )
-        noise = scales / [x.weights.sum() / x.size for x in samples]
-        gram = means @ means.T - np.diag(scales / [x.weights.sum() for x in samples])
         weights = np.array([x.weights.mean() for x in samples])
+        noise = scales / weights
+        gram = means @ means.T - np.diag(scales / [x.weights.sum() for x in samples])
         shares = steps * weights / (steps @ weights)
         with_mean = gram @ shares
         squared_norm = float(shares @ with_mean)
@@ -95,16 +97,21 @@ class GradientEstimates:
         """`[K]`, the squared distance of a bucket's gradient to the mean gradient."""
         return np.diag(self.inner)
 
+    @property
+    def offset(self) -> float:
+        """The squared distance of the mean of all updates to the mean gradient."""
+        share = self.steps / self.steps.sum()
+        return float(share @ self.inner @ share)
+
 
 def leave_out(samples: Sequence[GradientSamples]) -> Iterator[list[GradientSamples]]:
     """Yields the samples without one of several groups of batches.
 
-    A bucket with two gradients stays as it is, because one gradient shows no noise.
+    Every bucket must have at least `MIN_BATCHES` gradients.
     """
-    large = [x.size for x in samples if x.size > 2]
-    num_folds = min(_FOLDS, *large) if large else 0
+    num_folds = min(_FOLDS, *(x.size for x in samples))
     for fold in range(num_folds):
-        yield [_without(x, fold, num_folds) if x.size > 2 else x for x in samples]
+        yield [_without(x, fold, num_folds) for x in samples]
 
 
 def _without(x: GradientSamples, fold: int, num_folds: int) -> GradientSamples:
@@ -113,11 +120,9 @@ def _without(x: GradientSamples, fold: int, num_folds: int) -> GradientSamples:
     return GradientSamples(*(np.delete(column, group, axis=0) for column in x))
 
 
-def jackknife_error(values: np.ndarray) -> np.ndarray:
+def jackknife_error(values: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Returns standard errors from the estimates `[n, ...]` without each group.
 
-    This is the jackknife estimate (Tukey, 1958). It is NaN without groups.
+    This is the jackknife estimate (Tukey, 1958).
     """
-    if not len(values):
-        return np.full(values.shape[1:], np.nan)
-    return np.sqrt(len(values) - 1) * values.std(axis=0)
+    return np.sqrt(len(values) - 1) * np.std(values, axis=0)

@@ -49,8 +49,9 @@ def make_sketch_step(
       seed: the seed of the projection and of the keys of the loss.
     """
     mesh = batches.mesh
+    # New values of the model's variables are not needed, so no rules combine them.
     global_sums = sum_over_batch(
-        gradient_sums(loss_fn), mesh, "jit", batches.batch_axes, seed
+        gradient_sums(loss_fn, rules=None), mesh, "jit", batches.batch_axes, seed
     )
 
     @record_arguments

@@ -27,7 +27,7 @@ from jaxbucket.train.variables import (
 
 
 def gradient_sums(
-    loss_fn: LossFn, rules: Mapping[Kind, Rule] = DEFAULT_RULES
+    loss_fn: LossFn, rules: Mapping[Kind, Rule] | None = DEFAULT_RULES
 ) -> Callable[..., tuple[tuple[Any, Metrics], Values]]:
     """Returns `(state, batch, keys) -> ((gradients of the loss sum, sums), variables)`.
 
@@ -37,18 +37,21 @@ def gradient_sums(
 
     Args:
       loss_fn: the loss.
-      rules: how the new values of variables are combined over devices.
+      rules: how the new values of variables are combined over devices; None if they are
+        not needed, so that any variable may change.
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
         def loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Values]]:
             before = dataclasses.replace(state, params=params)
             loss_sum, sums, returned, new = call_loss(loss_fn, before, batch, keys)
-            warn_if_not_returned(rules, state.variables, returned)
             are_same = comparison(
                 lambda state: call_loss(loss_fn, state, batch, keys)[-1], state
             )
             check_parameters("loss_fn", before, new, are_same)
+            if rules is None:
+                return loss_sum, (sums, {})
+            warn_if_not_returned(rules, state.variables, returned)
             new = combine_variables(rules, state.variables, new, are_same)
             return loss_sum, (sums, new)
 

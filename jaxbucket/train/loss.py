@@ -45,6 +45,7 @@ from jaxbucket.base.checks import check_choice
 from jaxbucket.sharding import Axes, axis_names
 from jaxbucket.train.global_rows import MappedRows, Rows, WholeBatch, rows_context
 from jaxbucket.train.pmap import Rows as PmapRows
+from jaxbucket.train.state import checked_state
 
 LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
@@ -86,7 +87,8 @@ def sum_over_batch(
             if seed is not None:
                 num_rows = batch.bucket.batch_size
                 first_row = rows.first_row(num_rows)
-                keys = row_keys(seed, state.step, first_row, num_rows, micro_batch)
+                step = checked_state(state).step
+                keys = row_keys(seed, step, first_row, num_rows, micro_batch)
             local, values = sums(state, batch, keys)
             return rows.sum_over_rows(local), values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,10 @@ from jaxbucket.train.gradient_estimates import GradientEstimates
 
 # Updates over which an optimizer with a momentum of 0.9 averages.
 NUM_UPDATES = 10
+# The most micro-batches in an update of the ways below.
+_MAX_MICRO_BATCHES = 4
+# The size of the largest temporary array, `[N, K]` or windows of `[N, 40]` batches.
+_MAX_SIZE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,85 +33,106 @@ class WayToBatch:
       more_tokens: the share of tokens that is needed more than with examples of all
         lengths in every update, as far as it depends on `several`: with a variance of
         v, progress takes 1 + v times the updates that it would take without noise
-        (McCandlish et al., 2018, arXiv:1812.06162, section 2.2).
-      more_tokens_error: the standard error of `more_tokens`; NaN if no bucket has three
-        batches.
+        (McCandlish et al., 2018, arXiv:1812.06162, section 2.2). All updates are
+        assumed to have the same learning rate.
+      more_tokens_error: the standard error of `more_tokens`.
     """
 
     name: str
     one: float
     several: float
     more_tokens: float
-    more_tokens_error: float = np.nan
+    more_tokens_error: float = math.nan
 
 
-def ways_to_batch(estimates: GradientEstimates) -> Iterator[WayToBatch]:
+def spread_windows(steps: np.ndarray) -> np.ndarray:
+    """Returns windows `[N, 40]` of an endless sequence with each bucket evenly spread.
+
+    They start at every batch of an epoch. If it has too many batches, windows start at
+    random, one in each of N parts of it: at equal distances, they could always start at
+    the same bucket.
+
+    Args:
+      steps: `[K]` integers, the number of batches of each bucket in an epoch.
+    """
+    total, size = int(steps.sum()), _MAX_MICRO_BATCHES * NUM_UPDATES
+    number = min(total, max(1, _MAX_SIZE // max(size, len(steps))))
+    starts = np.arange(number) * total // number
+    if number < total:
+        starts += np.random.default_rng(0).integers(0, total // number, number)
+    positions = (starts[:, None] + np.arange(size)) % total
+    return spread_evenly(positions.ravel(), steps)[0].reshape(positions.shape)
+
+
+def ways_to_batch(
+    estimates: GradientEstimates, windows: np.ndarray
+) -> Iterator[WayToBatch]:
     """Yields several ways to batch, with equal numbers of tokens in an update.
 
     Micro-batches have less tokens each, and so more noise, which their mean makes up
     for. The last way is the one without buckets.
+
+    Args:
+      estimates: the gradients of buckets.
+      windows: the result of `spread_windows` for these buckets.
     """
-    steps = estimates.steps
-    sequence, _ = spread_evenly(np.arange(steps.sum()), steps)
+    single, pair = _one_batch(estimates), _two_batches(estimates)
     mixed = _mixed(estimates)
-    for name, windows, shares, is_spread in (
-        ("one bucket, shuffled", *_drawn(steps, 1), False),
-        ("one bucket, spread", *_consecutive(sequence, 1), True),
-        ("2 micro-batches, shuffled", *_drawn(steps, 2), False),
-        ("2 micro-batches, spread", *_consecutive(sequence, 2), True),
-        ("4 micro-batches, spread", *_consecutive(sequence, 4), True),
+    for name, one, several in (
+        ("one bucket, shuffled", single, single),
+        ("one bucket, spread", *_spread(estimates, windows, 1)),
+        ("2 micro-batches, shuffled", pair, pair),
+        ("2 micro-batches, spread", *_spread(estimates, windows, 2)),
+        ("4 micro-batches, spread", *_spread(estimates, windows, 4)),
     ):
-        within, updates = _updates(estimates, windows)
-        updates -= shares @ updates
-        noise = float(shares @ within)
-        one = several = noise + _variance(updates, shares, estimates.inner)
-        if is_spread:
-            size = windows.shape[1]
-            later = [np.roll(updates, -n * size, axis=0) for n in range(NUM_UPDATES)]
-            variance = _variance(np.mean(later, axis=0), shares, estimates.inner)
-            several = noise + NUM_UPDATES * variance
         yield WayToBatch(name, one, several, (1 + several) / (1 + mixed) - 1)
     yield WayToBatch("random examples of all lengths", mixed, mixed, 0.0)
 
 
-def _drawn(steps: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all combinations `[K ** size, size]` of buckets, and their shares."""
-    grids = np.meshgrid(*[np.arange(len(steps))] * size, indexing="ij")
-    windows = np.stack([x.ravel() for x in grids], axis=1)
-    return windows, np.prod(steps[windows] / steps.sum(), axis=1)
+def _one_batch(x: GradientEstimates) -> float:
+    """Returns the variance of an update from a batch of a random bucket."""
+    share = x.steps / x.steps.sum()
+    return float(share @ (x.noise + x.bias) - share @ x.inner @ share)
 
 
-def _consecutive(sequence: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the windows `[N, size]` of an endlessly repeated sequence of buckets."""
-    windows = np.stack([np.roll(sequence, -n) for n in range(size)], axis=1)
-    return windows, np.full(len(sequence), 1 / len(sequence))
+def _two_batches(x: GradientEstimates) -> float:
+    """Returns the variance of an update from two batches of random buckets."""
+    share = x.steps / x.steps.sum()
+    # The share of the first batch in the update, for any two buckets.
+    part = x.weights[:, None] / (x.weights[:, None] + x.weights)
+    mean = 2 * share * (part @ share)
+    squares = 2 * share @ (part**2 @ share * (2 * x.noise + x.bias))
+    products = 2 * share @ (part * part.T * x.inner) @ share
+    return float(squares + products - mean @ x.inner @ mean)
 
 
-def _updates(
-    estimates: GradientEstimates, windows: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the noise of updates from several batches, and what they consist of.
-
-    Args:
-      estimates: the gradients of buckets.
-      windows: `[N, size]` integers, the buckets of the micro-batches of each update.
+def _spread(
+    x: GradientEstimates, windows: np.ndarray, size: int
+) -> tuple[float, float]:
+    """Returns the variances of updates from `size` batches in a spread order.
 
     Returns:
-      `[N]`, the noise of each update, and `[N, K]`, the share of each bucket in it.
+      The variance of one update, and that of the mean of 10 updates, times 10.
     """
-    weights = estimates.weights[windows]
-    weights /= weights.sum(axis=1, keepdims=True)
+    updates = windows[:, : NUM_UPDATES * size].reshape(len(windows), NUM_UPDATES, size)
+    weights = x.weights[updates]
+    weights /= weights.sum(axis=2, keepdims=True)
     # A micro-batch with a part of the tokens has as many times the noise.
-    noise = windows.shape[1] * estimates.noise[windows]
-    is_bucket = windows[:, :, None] == np.arange(len(estimates.steps))
-    return np.sum(weights**2 * noise, axis=1), np.einsum(
-        "ns,nsk->nk", weights, is_bucket
-    )
+    noise = size * np.sum(weights[:, 0] ** 2 * x.noise[updates[:, 0]], axis=1)
+    one = _variance(updates[:, :1], weights[:, :1], x.inner)
+    several = _variance(updates, weights / NUM_UPDATES, x.inner)
+    return float(noise.mean() + one), float(noise.mean() + NUM_UPDATES * several)
 
 
-def _variance(updates: np.ndarray, shares: np.ndarray, inner: np.ndarray) -> float:
-    """Returns the mean squared norm of `[N, K]` combinations of gradients."""
-    return float(shares @ np.einsum("nk,nk->n", updates @ inner, updates))
+def _variance(buckets: np.ndarray, weights: np.ndarray, inner: np.ndarray) -> float:
+    """Returns the variance of `[N]` weighted sums of the buckets' gradients."""
+    sums = np.zeros((len(buckets), len(inner)))
+    rows = np.arange(len(buckets))
+    columns = (a.reshape(len(buckets), -1).T for a in (buckets, weights))
+    for bucket, weight in zip(*columns, strict=True):
+        sums[rows, bucket] += weight
+    sums -= sums.mean(axis=0)
+    return float(np.einsum("nk,nk->n", sums @ inner, sums).mean())
 
 
 def _mixed(estimates: GradientEstimates) -> float:

@@ -153,7 +153,7 @@ def test_rows_that_cost_as_much_are_packed_because_they_mix_lengths():
     costs = result["packing"]["epoch_costs"]
     assert costs["packed"] == costs["padded"] and result["packing"]["packed"]
     assert (
-        "tokens with padded rows. Batches of packed rows mix more lengths, so"
+        "tokens with padded rows. Batches of packed rows mix more lengths."
         in (result["packing"]["reason"])
     )
 
@@ -236,9 +236,28 @@ def test_other_ways_to_choose_shapes_are_not_packed(options, message):
     assert message in run(*command, code=1)
 
 
-def test_block_sparse_needs_packed_rows():
-    output = run("plan", "lengths.npy", *LIMITS, "--block-sparse", code=1)
-    assert "`--block-sparse` requires `--pack`." in output
+@pytest.mark.parametrize("option", ["--block-sparse", "--mixing=0"])
+def test_options_of_packed_rows_need_pack(option):
+    output = run("plan", "lengths.npy", *LIMITS, option, code=1)
+    assert f"`{option.split('=')[0]}` requires `--pack`." in output
+
+
+def test_mixing_is_that_of_plan_packing():
+    options = ("lengths.npy", *LIMITS, *WIDE, "--pack", "always", "--mixing")
+    fingerprints = set()
+    for mixing in (0, 1):
+        expected = plan_packing(
+            LENGTHS,
+            pack="always",
+            cost_fn=TransformerCost(8, 2),
+            mixing=mixing,
+            **LIMIT_VALUES,
+        )
+        result = numbers("plan", *options, mixing)
+        assert result["fingerprint"] == expected.plan.fingerprint
+        fingerprints.add(result["fingerprint"])
+    assert len(fingerprints) == 2
+    assert "2.0 is not in the range 0<=x<=1" in run("plan", *options, 2, code=2)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from jaxbucket.plan import lower_bound
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.dense import evenly_dense, improved
+from jaxbucket.plan.flow.remainder import flow_remainders
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal
 from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.remainder import flow_remainders
 
 Cost = Callable[[int, int], float]
 

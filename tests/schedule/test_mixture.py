@@ -152,6 +152,21 @@ def test_steps_of_accumulating_components_stay_whole():
         assert len(mixture[step]) == 3
 
 
+def test_accumulating_components_have_steps_of_several_buckets():
+    lengths = np.random.default_rng(0).integers(1, 101, 2000)
+    plan = plan_buckets(lengths, max_tokens=400, num_buckets=4)
+
+    def share_of_single_buckets(together, **options):
+        schedules = [BatchSchedule(plan, lengths, **options) for _ in range(2)]
+        mixture = Mixture(schedules, [1, 1], accumulate=together)
+        steps = [mixture.micro_batches(step) for step in range(400)]
+        return np.mean([len({x.bucket for x in micro}) == 1 for micro in steps])
+
+    # Orders with equal counts keep in step, which the documentation says.
+    assert share_of_single_buckets(2) == 1
+    assert share_of_single_buckets(1, accumulate=2, group="mixed") < 0.1
+
+
 def examples(lengths: np.ndarray, first: int) -> list[dict]:
     return [
         {"tokens": np.full(n, first + i, np.int32), "index": np.array(first + i)}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.dominance import fits
+from jaxbucket.plan.flow.dominance import fits
 
 NAMES = ("frames", "source", "target")
 ORDERS = ("spread", "shuffled", "source", "ascending", "descending", "curriculum")

@@ -379,6 +379,19 @@ def test_steps_refuse_a_state_of_another_library():
             step(state, batch)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_train_step_refuses_plain_parameters(accumulate):
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
+    step = jb.make_train_step(
+        lambda model, batch, keys: (jnp.sum(batch.features["x"]), batch.num_tokens),
+        *(optax.sgd(0.1), mesh),
+        accumulate=accumulate,
+    )
+    with pytest.raises(ValueError, match="`state` is a builtins.dict. The steps of"):
+        step({"w": 0.0}, (batch,) if accumulate else batch)
+
+
 # Training a part of the parameters
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.plan.dominance import fits
+from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.joint.additions import Choice, Grid
 from jaxbucket.plan.joint.fine_grid import FineGrid, lowest_rates
 from jaxbucket.plan.joint.points import Points

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxbucket.plan.dominance import dominates, fits
+from jaxbucket.plan.flow.dominance import dominates, fits
 from jaxbucket.plan.joint.pricing import Prices
 
 # The targets of remainders of up to this many shapes are enumerated as well.

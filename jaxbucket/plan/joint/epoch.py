@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxbucket.plan.dominance import dominates, shape_order
+from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.joint.additions import Choice, Grid
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Prices, Pricing

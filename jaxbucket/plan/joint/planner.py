@@ -7,15 +7,16 @@ import math
 
 import numpy as np
 
+from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import MAX_LENGTH, check_accumulate, check_positive
-from jaxbucket.plan.dominance import assign_cheapest, dominates, shape_order
+from jaxbucket.plan.flow.between import flow_remainders_between
+from jaxbucket.plan.flow.dominance import dominates, shape_order
+from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.joint.bound import Bound, lower_bound
 from jaxbucket.plan.joint.enumeration import MAX_SHAPES, Enumeration
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import BatchSizesFn, CostsFn, Pricing
 from jaxbucket.plan.joint.search import Search
-from jaxbucket.plan.remainder import epoch_cost
-from jaxbucket.plan.remainder_between import flow_remainders_between
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
@@ -131,7 +132,7 @@ def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointShapes:
     seq_lens = seq_lens[shape_order(seq_lens)]
     prices = pricing(seq_lens)
     lengths = points.seq_lens(points.indices)
-    shapes = assign_cheapest(lengths, seq_lens, prices.rates)
+    shapes = cheapest(lengths, seq_lens, prices.rates)
     counts = np.bincount(shapes, points.counts, len(seq_lens)).astype(np.int64)
     flow = flow_remainders_between(
         counts, prices.batch_sizes, prices.costs, dominates(seq_lens)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxbucket.plan.dominance import fits
+from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.joint.additions import Choice, Grid
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Pricing

@@ -14,6 +14,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import table_text
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.formatting import (
     count_shapes,
     format_cost,
@@ -23,7 +24,6 @@ from jaxbucket.plan.formatting import (
 from jaxbucket.plan.limits import Limits, costed
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.remainder import Remainder
 from jaxbucket.plan.reports.epoch import Report, report
 
 OPTIMAL = "optimal"

@@ -19,14 +19,14 @@ from jaxbucket.base.lengths import total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.table import table_text
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
-from jaxbucket.plan.epoch_flow import epoch_flow
-from jaxbucket.plan.formatting import format_cost, number_table
-from jaxbucket.plan.remainder import (
+from jaxbucket.plan.flow.epoch import epoch_flow
+from jaxbucket.plan.flow.remainder import (
     Remainder,
     RowFlow,
     epoch_cost,
     filler_bucket,
 )
+from jaxbucket.plan.formatting import format_cost, number_table
 
 
 @dataclasses.dataclass(frozen=True)

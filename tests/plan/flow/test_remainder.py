@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxbucket.plan import remainder
-from jaxbucket.plan.remainder import epoch_cost, flow_remainders, least_cost
+from jaxbucket.plan.flow import remainder
+from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders, least_cost
 
 
 def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:

@@ -14,7 +14,12 @@ from typing import get_args
 import numpy as np
 
 from jaxbucket.base.checks import check_choice
-from jaxbucket.plan.remainder import Remainder, RowFlow, epoch_cost, flow_remainders
+from jaxbucket.plan.flow.remainder import (
+    Remainder,
+    RowFlow,
+    epoch_cost,
+    flow_remainders,
+)
 
 # The number of partial choices that are kept after each bucket, times K**2.
 _WORK = 1 << 17

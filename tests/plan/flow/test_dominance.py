@@ -3,7 +3,8 @@ import time
 import numpy as np
 import pytest
 
-from jaxbucket.plan.dominance import assign_cheapest, dominates, fits, shape_order
+from jaxbucket.base.assignment import cheapest
+from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 
 
 def random_shapes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -16,9 +17,9 @@ def random_shapes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_examples_are_in_the_cheapest_shape_that_holds_them(seed, monkeypatch):
-    monkeypatch.setattr("jaxbucket.plan.dominance._CHUNK", 64)
+    monkeypatch.setattr("jaxbucket.plan.flow.dominance._CHUNK", 64)
     lengths, seq_lens, rates = random_shapes(seed)
-    shapes = assign_cheapest(lengths, seq_lens, rates)
+    shapes = cheapest(lengths, seq_lens, rates)
     assert shapes.dtype == np.int16
     held = fits(lengths, seq_lens)
     for example, shape in enumerate(shapes.tolist()):
@@ -60,5 +61,5 @@ def test_a_million_examples_take_well_under_a_second():
     seq_lens = np.append(rng.integers(1, 1000, (31, 2)), [[1000, 1000]], axis=0)
     seq_lens = seq_lens[shape_order(seq_lens)]
     start = time.process_time()
-    assert assign_cheapest(lengths, seq_lens, seq_lens.sum(axis=1)).min() >= 0
+    assert cheapest(lengths, seq_lens, seq_lens.sum(axis=1)).min() >= 0
     assert time.process_time() - start < 1

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-# The number of examples that are compared at a time, so that they stay in the cache.
-_CHUNK = 1 << 15
-
 
 def fits(lengths: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
     """Returns whether each shape holds each example, `[N, K]` bool.
@@ -62,36 +59,3 @@ def shape_order(seq_lens: np.ndarray) -> np.ndarray:
     """
     columns = [seq_lens[..., q] for q in reversed(range(seq_lens.shape[-1]))]
     return np.lexsort([*columns, seq_lens.sum(axis=-1)])
-
-
-def assign_cheapest(
-    lengths: np.ndarray, seq_lens: np.ndarray, rates: np.ndarray
-) -> np.ndarray:
-    """Returns the cheapest shape that holds each example, `[N]` int16.
-
-    Example: the second example needs the second shape, and no shape holds the third.
-      >>> shapes = np.array([[4, 8], [8, 8]])
-      >>> assign_cheapest(np.array([[3, 5], [5, 5], [9, 1]]), shapes, np.array([1, 2]))
-      array([ 0,  1, -1], dtype=int16)
-
-    Args:
-      lengths: `[N, Q]` integers, the lengths of the sequences of each example.
-      seq_lens: `[K, Q]` integers, the T of each shape, in the order of the plan.
-      rates: `[K]` numbers, the cost of a row: the cost of a batch divided by its B.
-        Among equally cheap shapes, the first is taken.
-
-    Returns:
-      An index into `seq_lens`, or -1 if no shape holds the example.
-    """
-    shapes = np.full(len(lengths), -1, np.int16)
-    # The cheapest shape is last, and replaces all others.
-    order = np.argsort(rates, kind="stable")[::-1].tolist()
-    for start in range(0, len(lengths), _CHUNK):
-        columns = np.ascontiguousarray(lengths[start : start + _CHUNK].T)
-        part = shapes[start : start + _CHUNK]
-        for shape in order:
-            held = columns[0] <= seq_lens[shape, 0]
-            for column, end in zip(columns[1:], seq_lens[shape, 1:], strict=True):
-                held &= column <= end
-            part[held] = shape
-    return shapes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.dominance import dominates
-from jaxbucket.plan.remainder import Remainder, RowFlow, flow_remainders
-from jaxbucket.plan.remainder_between import flow_remainders_between
+from jaxbucket.plan.flow.between import flow_remainders_between
+from jaxbucket.plan.flow.dominance import dominates
+from jaxbucket.plan.flow.remainder import Remainder, RowFlow, flow_remainders
 
 
 def epoch_flow(

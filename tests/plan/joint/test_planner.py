@@ -4,7 +4,10 @@ import time
 import numpy as np
 import pytest
 
-from jaxbucket.plan.dominance import assign_cheapest, dominates, fits, shape_order
+from jaxbucket.base.assignment import cheapest
+from jaxbucket.plan.flow.between import flow_remainders_between
+from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
+from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.joint import bound, planner, search
 from jaxbucket.plan.joint.additions import Choice, Grid
 from jaxbucket.plan.joint.bound import lower_bound
@@ -14,8 +17,6 @@ from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Prices, Pricing
 from jaxbucket.plan.joint.search import Search
-from jaxbucket.plan.remainder import epoch_cost
-from jaxbucket.plan.remainder_between import flow_remainders_between
 
 
 def by_tokens(batch_sizes, seq_lens):
@@ -82,7 +83,7 @@ class Problem:
             return np.inf, np.inf
         sizes = self.batch_sizes_fn(seq_lens)
         costs = self.costs_fn(sizes, seq_lens)
-        shapes = assign_cheapest(self.lengths, seq_lens, costs / sizes)
+        shapes = cheapest(self.lengths, seq_lens, costs / sizes)
         counts = np.bincount(shapes, minlength=len(seq_lens))
         flow = flow_remainders_between(counts, sizes, costs, dominates(seq_lens))
         return epoch_cost(flow.batches, costs), float(counts @ (costs / sizes))

@@ -3,10 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxbucket.plan import remainder_between
-from jaxbucket.plan.dominance import dominates, shape_order
-from jaxbucket.plan.remainder import epoch_cost, flow_remainders
-from jaxbucket.plan.remainder_between import flow_remainders_between
+from jaxbucket.plan.flow.between import flow_remainders_between
+from jaxbucket.plan.flow.dominance import dominates, shape_order
+from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 
 
 def random_buckets(seed: int, most: int = 6) -> tuple[np.ndarray, ...]:
@@ -68,7 +67,7 @@ def test_no_choice_of_targets_is_cheaper(seed):
 def test_an_incomplete_search_is_never_worse_than_simple_policies(
     seed, work, monkeypatch
 ):
-    monkeypatch.setattr(remainder_between, "_WORK", work)
+    monkeypatch.setattr(between, "_WORK", work)
     arguments = random_buckets(seed, most=24)
     counts, batch_sizes, costs, above = arguments
     flow = flow_remainders_between(*arguments)
