@@ -67,7 +67,7 @@ def test_no_choice_of_targets_is_cheaper(seed):
 def test_an_incomplete_search_is_never_worse_than_simple_policies(
     seed, work, monkeypatch
 ):
-    monkeypatch.setattr(between, "_WORK", work)
+    monkeypatch.setattr("jaxbucket.plan.flow.between._WORK", work)
     arguments = random_buckets(seed, most=24)
     counts, batch_sizes, costs, above = arguments
     flow = flow_remainders_between(*arguments)
