@@ -16,7 +16,7 @@ from jaxbucket.train.global_rows import current_rows
 from jaxbucket.train.loss import LossFn, Metrics
 from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
 from jaxbucket.train.overwritten import combine_overwritten, overwritten_values
-from jaxbucket.train.state import TrainState
+from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
     DEFAULT_RULES,
     Kind,
@@ -60,7 +60,7 @@ def gradient_sums(
             new = combine_variables(rules, variables, new, are_same)
             return loss_sum, (sums, new)
 
-        _check_differentiable(state.params)
+        _check_differentiable(checked_state(state).params)
         overwritten = overwritten_values(state.variables)
         loss_sum, pull_back, (sums, variables) = jax.vjp(
             loss, state.params, overwritten, has_aux=True

@@ -22,6 +22,7 @@ from jaxbucket.train.loss import (
     mean_metrics,
     sum_over_batch,
 )
+from jaxbucket.train.model_checks import check_optimizer
 from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
 from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState
@@ -101,10 +102,10 @@ def make_train_step(
       loss's own sums.
 
     Raises:
-      ValueError: if the mode or an axis is unknown, the seed is out of range, or
-        `accumulate` is not a bool; with "pmap", if the state is sharded or the devices
-        of a process are not adjacent in the mesh; when traced, if the loss breaks the
-        contract.
+      ValueError: if the mode or an axis is unknown, the seed is out of range, `tx` is
+        not an optimizer, or `accumulate` is not a bool; with "pmap", if the state is
+        sharded or the devices of a process are not adjacent in the mesh; when traced,
+        if the loss breaks the contract, or the state is of another optimizer.
       TypeError: when traced, if a tuple of micro-batches is passed without
         `accumulate`.
     """
@@ -113,6 +114,7 @@ def make_train_step(
             f"`accumulate={accumulate!r}` must be True or False. Pass the number of "
             "micro-batches to the schedule: `BatchSchedule(accumulate=...)`."
         )
+    check_optimizer(tx)
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(
             "`state_sharding` is not supported by `mode='pmap'`, under which every "
