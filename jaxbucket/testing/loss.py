@@ -123,7 +123,7 @@ def check_loss(
     num_rows = batch.bucket.batch_size
     rows = np.arange(num_rows)
     # Twice as many keys, because empty rows are added below.
-    keys = None if seed is None else row_keys(seed, 0, 0, 2 * num_rows)
+    keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
     results = _Results(loss_fn, model)
     expected = results.whole(batch, _take(keys, rows))
     _check_finite(expected)

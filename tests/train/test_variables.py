@@ -506,3 +506,14 @@ def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
                 ValueError, match="BatchNorm`, whose statistics are.*mode="
             ):
                 step(state, batch)
+
+
+def test_variables_as_third_value_are_refused():
+    def loss(variables, batch, keys):
+        total = variables["params"]["w"] * jnp.sum(batch.features["x"])
+        return total, batch.num_tokens, {"level": variables["level"]}
+
+    with pytest.raises(
+        ValueError, match=r"\['level'\] as its third .*weight, {}, new`"
+    ):
+        step_once(loss, variables={"level": {"x": np.float32(1)}})
