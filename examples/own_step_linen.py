@@ -72,7 +72,8 @@ def train_step(state: TrainState, batch: jb.Batch) -> tuple[TrainState, jax.Arra
 
     (loss, new), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     # Not `apply_gradients`, which does not pass the size of the batch to the optimizer.
-    updates, opt_state = state.tx.update(
+    update = optax.with_extra_args_support(state.tx).update
+    updates, opt_state = update(
         grads, state.opt_state, state.params, num_tokens=batch.num_tokens
     )
     params = optax.apply_updates(state.params, updates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -125,7 +124,7 @@ def _changed_constant(tree: Any, spec: Any) -> tuple[str, Any, Any] | None:
 
 def _field_name(owner: Any, index: int) -> str:
     """Returns the name of a static field of a dataclass of Flax."""
-    fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
+    fields = getattr(owner, "__dataclass_fields__", {}).values()
     static = [x.name for x in fields if not x.metadata.get("pytree_node", True)]
     if index < len(static):
         return f"`{static[index]}` of `{owner.__name__}`"

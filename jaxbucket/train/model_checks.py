@@ -33,7 +33,7 @@ def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
     """Raises a ValueError if a state was made with another optimizer."""
     try:
         initial = jax.eval_shape(tx.init, params)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except jax.errors.JAXTypeError:
         # The initial state depends on the values of the parameters.
         return
     if _is_absent(opt_state) and not _is_absent(initial):

@@ -47,8 +47,10 @@ def check_same(mesh: Mesh, digests: Mapping[str, int], remedy: str) -> None:
 
 
 def spans_processes(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh belong to several processes."""
-    return len({device.process_index for device in mesh.devices.flat}) > 1
+    """Returns whether the devices of a mesh belong to several running processes."""
+    return jax.process_count() > 1 and (
+        len({device.process_index for device in mesh.devices.flat}) > 1
+    )
 
 
 def digest(tree: Any) -> int:
@@ -65,7 +67,9 @@ def digest(tree: Any) -> int:
 
 def _described(leaf: Any) -> tuple[Any, ...]:
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        return (repr(leaf),)
+        # The text of other objects may contain their address.
+        is_plain = isinstance(leaf, bool | int | float | str)
+        return (repr(leaf) if is_plain else type(leaf).__name__,)
     data = ()
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = np.asarray(jax.random.key_data(leaf)).tolist()

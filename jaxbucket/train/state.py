@@ -264,7 +264,8 @@ def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
 def _check_same_in_processes(leaves: list[Any], mesh: Mesh) -> None:
     """Raises a ValueError if processes have different values to replicate."""
     if spans_processes(mesh):
-        local = [x for x in leaves if x.is_fully_addressable]
+        values = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
+        local = [x for x in values if x.is_fully_addressable]
         number = checksum(jax.device_put(local, jax.local_devices()[0]))
         check_same(
             mesh,

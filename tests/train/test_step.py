@@ -1696,7 +1696,7 @@ def test_an_average_that_overflows_is_skipped(mode):
 def test_linen_batch_statistics_are_refused():
     variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
     with pytest.raises(
-        ValueError, match="`model` has batch statistics, which would be"
+        ValueError, match="`model` has the collections .*batch_stats.*, which would be"
     ):
         jb.create_state(variables, optax.sgd(0.1))
 
