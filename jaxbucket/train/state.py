@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 from flax.training.dynamic_scale import DynamicScale
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxbucket.optim.average import average_of, check_average_is_last
@@ -264,7 +265,7 @@ def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
 def _check_same_in_processes(leaves: list[Any], mesh: Mesh) -> None:
     """Raises a ValueError if processes have different values to replicate."""
     if spans_processes(mesh):
-        values = [x for x in leaves if not isinstance(x, jax.core.Tracer)]
+        values = [x for x in leaves if not isinstance(x, Tracer)]
         local = [x for x in values if x.is_fully_addressable]
         number = checksum(jax.device_put(local, jax.local_devices()[0]))
         check_same(
