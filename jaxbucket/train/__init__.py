@@ -20,6 +20,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.train.checkpoint import Checkpoints, Restored
     from jaxbucket.train.global_rows import gather_rows, row_numbers, sum_over_rows
     from jaxbucket.train.loader import MeshLoader
+    from jaxbucket.train.loss import row_keys
     from jaxbucket.train.prediction import make_predict_step, predict
     from jaxbucket.train.prediction_files import Predictions, write_predictions
     from jaxbucket.train.state import TrainState, create_state
