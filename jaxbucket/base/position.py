@@ -78,7 +78,7 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
-        changes = _all_changes(self, other)
+        changes = self.changes(other)
         if not changes:
             return
         if other._continues(self) and self.schedule.get("continues"):
@@ -100,25 +100,31 @@ class DataPosition:
             "with `schedule.continue_with(position)`."
         )
 
+    def changes(self, other: DataPosition) -> list[str]:
+        """Returns a description of each entry that differs in another position.
+
+        It is empty if both are positions of the same run. Options and data come before
+        the buckets.
+
+        Args:
+          other: the position to compare with, at any step.
+        """
+        changes = {
+            part: _changes(part, getattr(self, part), getattr(other, part))
+            for part in ("plan", "data", "schedule")
+        }
+        # The buckets usually differ because something else does, and then so do the
+        # costs of their steps.
+        buckets = changes["plan"].pop("buckets", None)
+        if buckets and changes["plan"].keys() - {"step_costs", "cost_unit"}:
+            changes["plan"].pop("step_costs", None)
+        texts = [text for part in changes.values() for text in part.values()]
+        return [*texts, buckets] if buckets else texts
+
     def _continues(self, other: DataPosition) -> bool:
         """Returns whether the schedule was continued with the other position."""
         first_step, continues = map(self.schedule.get, ("first_step", "continues"))
         return (first_step, continues) == (other.step, other.schedule[_FINGERPRINT])
-
-
-def _all_changes(old: DataPosition, new: DataPosition) -> list[str]:
-    """Returns a description of each change, options and data before the buckets."""
-    changes = {
-        part: _changes(part, getattr(old, part), getattr(new, part))
-        for part in ("plan", "data", "schedule")
-    }
-    # The buckets usually differ because something else does, and then so do the costs
-    # of their steps.
-    buckets = changes["plan"].pop("buckets", None)
-    if buckets and changes["plan"].keys() - {"step_costs", "cost_unit"}:
-        changes["plan"].pop("step_costs", None)
-    texts = [text for part in changes.values() for text in part.values()]
-    return [*texts, buckets] if buckets else texts
 
 
 def _changes(
