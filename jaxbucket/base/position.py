@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxbucket.base.checks import check_integer
 
 _FINGERPRINT = "fingerprint"
+# The entry with the number of processes of a stream, None if it is not known. A schedule
+# does not depend on it.
+_PROCESSES = "processes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,8 @@ class DataPosition:
         changes = self.changes(other)
         if not changes:
             return
+        if _PROCESSES in self.schedule and _PROCESSES in other.schedule:
+            self._refuse_stream(other, changes)
         if other._continues(self) and self.schedule.get("continues"):
             raise ValueError(
                 f"Cannot resume at step {self.step}, because the schedule continues "
@@ -98,6 +103,22 @@ class DataPosition:
             f"schedule has changed (saved -> now): {'; '.join(changes)}. Restore the "
             "previous settings, save to a different folder, or continue deliberately "
             "with `schedule.continue_with(position)`."
+        )
+
+    def _refuse_stream(self, other: DataPosition, changes: list[str]) -> NoReturn:
+        """Raises a ValueError for a stream, which has no `continue_with`."""
+        before, now = (x.schedule[_PROCESSES] for x in (self, other))
+        if before != now:
+            raise ValueError(
+                f"Cannot resume at step {self.step}, because the stream was read by "
+                f"{before} processes, and now by {now}. Streams resume only with the "
+                "same number of processes."
+            )
+        raise ValueError(
+            f"Cannot resume at step {self.step}, because the plan, the lengths or the "
+            f"options have changed (saved -> now): {'; '.join(changes)}. Restore the "
+            "previous settings, or save to a different folder. To change the plan at a "
+            "later step, pass `plan={0: old, step: new}`."
         )
 
     def changes(self, other: DataPosition) -> list[str]:

@@ -1819,7 +1819,8 @@ def test_positions_compare_options_but_not_streams():
     assert one.fingerprint == same_one.fingerprint
     other = jb.stream_batches(stream(np.array([3])), PLAN, **given, seed=1)
     assert one.fingerprint != other.fingerprint
-    with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
+    message = "schedule seed 0 -> 1. Restore .* pass `plan={0: old, step: new}`"
+    with pytest.raises(ValueError, match=message):
         one.position(3).check_same(other.position(3))
     again = jb.data.DataPosition.from_dict(
         json.loads(json.dumps(one.position(3).to_dict()))
