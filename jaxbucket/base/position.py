@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 from jaxbucket.base.checks import check_integer
 
 _FINGERPRINT = "fingerprint"
-# The entry with the number of processes of a stream, None if it is not known. A schedule
-# does not depend on it.
+# The number of processes of a stream, None if it is unknown; absent for a schedule.
 _PROCESSES = "processes"
 
 
