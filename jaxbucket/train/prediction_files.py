@@ -284,6 +284,26 @@ class _Files:
 
     def _create(self, example: dict[str, np.ndarray]) -> None:
         """Creates the files for outputs like those of an example."""
+        manifest = self._first_manifest(example)
+        old = set() if self._manifest is None else self._manifest.files()
+        new = manifest.files()
+        _check_none_exists(self._folder, new - old)
+        # Saved first, because it shows that the files are not foreign.
+        self._replace_manifest(manifest)
+        # Removed, because another job may still have the old files open.
+        for file in old | new:
+            (self._folder / file).unlink(missing_ok=True)
+        for name, file in manifest.outputs.items():
+            path = self._folder / f"{name}.npy"
+            self._arrays[name] = new_array(path, np.dtype(file.dtype), file.shape)
+        for name, offsets in self._offsets.items():
+            np.save(self._folder / offsets_file(name), offsets)
+        self._written = new_array(
+            self._folder / WRITTEN, np.dtype(bool), [manifest.num_examples]
+        )
+
+    def _first_manifest(self, example: dict[str, np.ndarray]) -> Manifest:
+        """Returns the manifest of files in which nothing is complete."""
         num_examples = len(self._schedule.lengths)
         outputs = {}
         for name, value in example.items():
@@ -295,27 +315,8 @@ class _Files:
             outputs[name] = OutputFile(value.dtype.str, shape, is_sequence)
         start = self._batches.start_step
         position = self._batches.position(start).to_dict()
-        manifest = Manifest(
-            outputs, num_examples, start, position, self._checksum, uuid.uuid4().hex
-        )
-        files = manifest.files()
-        if self._manifest is None:
-            _check_none_exists(self._folder, files)
-        else:
-            files |= self._manifest.files()
-        # Saved first, because it shows that the files are not foreign.
-        self._replace_manifest(manifest)
-        # Removed, because another job may still have the old files open.
-        for file in files:
-            (self._folder / file).unlink(missing_ok=True)
-        for name, file in outputs.items():
-            path = self._folder / f"{name}.npy"
-            self._arrays[name] = new_array(path, np.dtype(file.dtype), file.shape)
-        for name, offsets in self._offsets.items():
-            np.save(self._folder / offsets_file(name), offsets)
-        self._written = new_array(
-            self._folder / WRITTEN, np.dtype(bool), [num_examples]
-        )
+        job = uuid.uuid4().hex
+        return Manifest(outputs, num_examples, start, position, self._checksum, job)
 
     def _open(self, manifest: Manifest) -> None:
         """Opens the files of an interrupted job."""

@@ -65,7 +65,7 @@ class Manifest:
         if not path.exists():
             return None
         try:
-            fields = json.loads(path.read_text())
+            fields = dict(json.loads(path.read_text()))
             outputs = {n: OutputFile(**x) for n, x in fields.pop("outputs").items()}
             fields["position"] = dict(fields["position"])
             return cls(outputs, **fields)

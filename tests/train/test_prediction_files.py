@@ -474,6 +474,10 @@ def test_a_job_that_failed_before_it_saved_starts_again(tmp_path):
         return {"other": batch.features["x"][:, 0]}
 
     write_part(tmp_path, batches, other, sequences=None)
+    np.save(tmp_path / "total.npy", np.arange(3))
+    with pytest.raises(ValueError, match=r"total.npy was not written by"):
+        write(tmp_path, batches)
+    (tmp_path / "total.npy").unlink()
     assert (tmp_path / "other.npy").exists()
     assert_right(write(tmp_path, batches), source)
     assert not (tmp_path / "other.npy").exists()
