@@ -168,9 +168,3 @@ def _check_output(output: Any, bucket: Bucket) -> None:
             f"`steps` returned outputs of bucket {output.bucket} for a batch of "
             f"{bucket}. Compile the step for the buckets of the plan of `batches`."
         )
-
-
-def sequence_names(batch: Batch) -> set[str]:
-    """Returns the names of the outputs of shape `[B, T, ...]`."""
-    shape = (batch.bucket.batch_size, batch.bucket.seq_len)
-    return {name for name, x in batch.features.items() if x.shape[:2] == shape}
