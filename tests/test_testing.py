@@ -689,3 +689,34 @@ def test_sequences_excludes_a_feature_that_is_as_wide_as_the_batch():
     check_loss(loss, PARAMS, batch, sequences=["x"])
     with pytest.raises(AssertionError, match="different values in its padding"):
         check_loss(loss, PARAMS, batch)
+
+
+def test_a_loss_may_change_any_variables():
+    class Counter(nnx.Variable):
+        pass
+
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(()))
+            self.count = Counter(jnp.zeros((), jnp.int32))
+
+    def loss(model, batch, keys):
+        model.count[...] += batch.num_tokens
+        x = model.w[...] * batch.features["x"]
+        return jnp.sum(x, where=batch.mask), batch.num_tokens
+
+    batch = collate_rows([{"x": [1.0, 2.0]}, {"x": [3.0]}], Bucket(2, 4))
+    check_loss(loss, Counting(), batch)
+
+
+def test_a_convolution_over_padding_is_reported():
+    def loss(params, batch, keys):
+        x = batch.features["x"]
+        y = params["w"] * (x + jnp.roll(x, -1, axis=1))
+        return jnp.sum(y, where=batch.mask), batch.num_tokens
+
+    batch = collate_rows([{"x": [1.0, 2.0]}, {"x": [3.0]}], Bucket(2, 4))
+    with pytest.raises(
+        AssertionError, match=r"before each convolution: `x \* batch.mask"
+    ):
+        check_loss(loss, {"w": jnp.ones(())}, batch)

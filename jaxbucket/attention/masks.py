@@ -120,8 +120,7 @@ def token_weights(
         missing although there are several sequences.
     """
     check_choice("per", per, get_args(Per))
-    _check_is_batch(batch)
-    ids = _segment_ids(batch, sequence)
+    ids = row_ids(batch, sequence)
     mask = ids > 0 if where is None else (ids > 0) & where.astype(bool)
     if per == "token":
         return mask.astype(jnp.float32)
@@ -192,8 +191,8 @@ def next_tokens(
         of this kind.
       sequence: the sequence whose segment ids apply to the tokens; by default the
         sequence named `name`, or the only sequence.
-      loss_weights: a `[B, T]` feature with the weight of each token as a target, such
-        as 0 in a prompt; by default all weights are 1.
+      loss_weights: the name of a `[B, T]` feature with the weight of each token as a
+        target, such as 0 in a prompt; floats or booleans. By default all weights are 1.
       bos_token: a token to insert before the first token of every example, which makes
         the first token a target as well. The inputs are then shifted instead of the
         targets.
@@ -203,15 +202,16 @@ def next_tokens(
 
     Raises:
       ValueError: if `batch` is not a `Batch`; if a feature is missing or not `[B, T]`;
-        if the tokens are not integers; if `name` or `sequence` is missing although
-        there are several candidates.
+        if the tokens are not integers, or the weights are integers or negative numpy
+        floats; if `name` or `sequence` is missing although there are several
+        candidates.
     """
     _check_is_batch(batch)
     if name is None:
         name = _token_feature(batch)
     if sequence is None and name in batch.segment_ids:
         sequence = name
-    ids = _segment_ids(batch, sequence)
+    ids = row_ids(batch, sequence)
     tokens = _feature(batch, "name", name, ids)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
@@ -222,7 +222,7 @@ def next_tokens(
         tokens = tokens.astype(np.int32)
     counts = None
     if loss_weights is not None:
-        counts = _feature(batch, "loss_weights", loss_weights, ids).astype(np.float32)
+        counts = _loss_weights(batch, loss_weights, ids)
     is_real = ids > 0
     is_jax = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
     xp = jnp if is_jax else np
@@ -257,8 +257,9 @@ def _check_is_batch(batch: Any) -> None:
         )
 
 
-def _segment_ids(batch: Batch, sequence: str | None) -> Any:
+def row_ids(batch: Batch, sequence: str | None) -> Any:
     """Returns the segment ids `[B, T]` of a sequence, by default of the only one."""
+    _check_is_batch(batch)
     if sequence is None and len(batch.segment_ids) == 1:
         (sequence,) = batch.segment_ids
     if sequence not in batch.segment_ids:
@@ -300,6 +301,29 @@ def _feature(batch: Batch, argument: str, name: str, ids: Any) -> Any:
             "every token."
         )
     return value
+
+
+def _loss_weights(batch: Batch, name: Any, ids: Any) -> Any:
+    """Returns the feature with the weights of tokens, as float32."""
+    if not isinstance(name, str):
+        raise ValueError(
+            f"`loss_weights` is a {type(name).__name__}, not the name of a feature. "
+            "Add the weights to the features of the batch, or multiply the weights "
+            "that are returned by them."
+        )
+    values = _feature(batch, "loss_weights", name, ids)
+    remedy = (
+        "Let the source return floats or booleans. Labels that are -100 in the prompt "
+        "are not weights: use `labels != -100`."
+    )
+    if jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(
+            f"`loss_weights={name!r}` is a feature of {values.dtype}, which may be "
+            f"tokens. {remedy}"
+        )
+    if isinstance(values, np.ndarray) and (values[np.asarray(ids) > 0] < 0).any():
+        raise ValueError(f"`loss_weights={name!r}` has negative weights. {remedy}")
+    return values.astype(np.float32)
 
 
 def _check_token(argument: str, token: int, dtype: Any) -> Any:

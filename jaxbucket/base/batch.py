@@ -154,6 +154,8 @@ class Batch(NamedTuple):
     def mask(self) -> Any:
         """`[B, T]` bool: True for real tokens, False for padding.
 
+        For shapes and dtypes, as in `MeshLoader.specs`, it is a shape and a dtype.
+
         Raises:
           ValueError: if the batch has several sequences, each with its own lengths.
         """
@@ -162,7 +164,10 @@ class Batch(NamedTuple):
                 f"`mask` is ambiguous: the sequences {sorted(self.segment_ids)} have "
                 "different lengths. Use `segment_ids[name] > 0`."
             )
-        return next(iter(self.segment_ids.values())) > 0
+        (ids,) = self.segment_ids.values()
+        if not hasattr(ids, "__getitem__"):  # a `jax.ShapeDtypeStruct`
+            return type(ids)(ids.shape, np.dtype(bool), sharding=ids.sharding)
+        return ids > 0
 
     @property
     def num_tokens(self) -> Any:

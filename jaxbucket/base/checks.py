@@ -212,6 +212,20 @@ def check_number(name: str, value: Any) -> float:
     return number
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """Returns `value` as a float of at least 0, or raises a ValueError."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not number >= 0 or isinstance(value, bool | str):
+        raise ValueError(
+            f"`{name}={value!r}` is not a number of seconds. Pass 0 or more, such as "
+            "30.0."
+        )
+    return number
+
+
 def check_share(name: str, value: Any) -> float:
     """Returns `value` as a float from 0 to 1, or raises a ValueError."""
     try:

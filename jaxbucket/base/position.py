@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxbucket.base.checks import check_integer
 
 _FINGERPRINT = "fingerprint"
+# The number of processes of a stream, None if it is unknown; absent for a schedule.
+_PROCESSES = "processes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +80,11 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
-        changes = _all_changes(self, other)
+        changes = self.changes(other)
         if not changes:
             return
+        if _PROCESSES in self.schedule and _PROCESSES in other.schedule:
+            self._refuse_stream(other, changes)
         if other._continues(self) and self.schedule.get("continues"):
             raise ValueError(
                 f"Cannot resume at step {self.step}, because the schedule continues "
@@ -100,25 +104,47 @@ class DataPosition:
             "with `schedule.continue_with(position)`."
         )
 
+    def _refuse_stream(self, other: DataPosition, changes: list[str]) -> NoReturn:
+        """Raises a ValueError for a stream, which has no `continue_with`."""
+        before, now = (x.schedule[_PROCESSES] for x in (self, other))
+        if before != now:
+            raise ValueError(
+                f"Cannot resume at step {self.step}, because the stream was read by "
+                f"{before} processes, and now by {now}. Streams resume only with the "
+                "same number of processes."
+            )
+        raise ValueError(
+            f"Cannot resume at step {self.step}, because the plan, the lengths or the "
+            f"options have changed (saved -> now): {'; '.join(changes)}. Restore the "
+            "previous settings, or save to a different folder. To change the plan at a "
+            "later step, pass `plan={0: old, step: new}`."
+        )
+
+    def changes(self, other: DataPosition) -> list[str]:
+        """Returns a description of each entry that differs in another position.
+
+        It is empty if both are positions of the same run. Options and data come before
+        the buckets.
+
+        Args:
+          other: the position to compare with, at any step.
+        """
+        changes = {
+            part: _changes(part, getattr(self, part), getattr(other, part))
+            for part in ("plan", "data", "schedule")
+        }
+        # The buckets usually differ because something else does, and then so do the
+        # costs of their steps.
+        buckets = changes["plan"].pop("buckets", None)
+        if buckets and changes["plan"].keys() - {"step_costs", "cost_unit"}:
+            changes["plan"].pop("step_costs", None)
+        texts = [text for part in changes.values() for text in part.values()]
+        return [*texts, buckets] if buckets else texts
+
     def _continues(self, other: DataPosition) -> bool:
         """Returns whether the schedule was continued with the other position."""
         first_step, continues = map(self.schedule.get, ("first_step", "continues"))
         return (first_step, continues) == (other.step, other.schedule[_FINGERPRINT])
-
-
-def _all_changes(old: DataPosition, new: DataPosition) -> list[str]:
-    """Returns a description of each change, options and data before the buckets."""
-    changes = {
-        part: _changes(part, getattr(old, part), getattr(new, part))
-        for part in ("plan", "data", "schedule")
-    }
-    # The buckets usually differ because something else does, and then so do the costs
-    # of their steps.
-    buckets = changes["plan"].pop("buckets", None)
-    if buckets and changes["plan"].keys() - {"step_costs", "cost_unit"}:
-        changes["plan"].pop("step_costs", None)
-    texts = [text for part in changes.values() for text in part.values()]
-    return [*texts, buckets] if buckets else texts
 
 
 def _changes(

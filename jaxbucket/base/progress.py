@@ -33,13 +33,14 @@ def progress_bar(shown: bool = True, *more: ProgressColumn) -> Progress:
     from rich.console import Console
     from rich.progress import Progress
 
+    # This does not use rich's `is_terminal`, because FORCE_COLOR overrides it.
+    is_shown = shown and sys.stderr.isatty()
     return Progress(
         *(*Progress.get_default_columns(), *more),
-        console=Console(stderr=True),
+        # Quiet, because before rich 14.2 even a disabled bar prints an empty line.
+        console=Console(stderr=True, quiet=not is_shown),
         transient=True,
-        # Without a terminal, even a hidden bar would print an empty line. This does not
-        # use rich's `is_terminal`, because FORCE_COLOR overrides it.
-        disable=not (shown and sys.stderr.isatty()),
+        disable=not is_shown,
     )
 
 

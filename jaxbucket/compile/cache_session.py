@@ -129,7 +129,8 @@ class CacheSession:
         except Exception as error:
             _warn(
                 f"{name} cannot be saved to a file, because it cannot be serialized: "
-                f"{error}"
+                f"{error}. `compile_steps(..., xla_cache=folder)` also keeps the code "
+                "of steps whose state contains functions, such as Flax's `TrainState`."
             )
             return report
         is_saved = self._write(path, pickle.dumps(dataclasses.asdict(saved)) + code)

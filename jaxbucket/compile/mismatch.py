@@ -18,6 +18,12 @@ _REMEDY = {
         "or compile again."
     ),
 }
+# Parts of a training state that evaluation does not need.
+_OF_TRAINING = (".frozen", ".opt_state", ".loss_scale")
+_FOR_EVALUATION = (
+    "For evaluation or prediction, compile for `jb.create_state(state, mesh=mesh)`, "
+    "which has neither an optimizer nor frozen parameters, and pass such states."
+)
 _MAX_LENGTH = 80
 
 
@@ -50,22 +56,33 @@ def state_difference(state: Any, spec: Any, label: Label) -> str | None:
 def _difference(kind: str, tree: Any, spec: Any, label: Label) -> str | None:
     actual, expected = avals(tree), avals(spec)
     if actual != expected:
-        return f"{_changed_leaf(kind, actual, expected, label)} {_REMEDY[kind]}"
+        names = actual | expected
+        name = min(name for name in names if actual.get(name) != expected.get(name))
+        remedy = _REMEDY[kind]
+        if kind == "state" and name.startswith(_OF_TRAINING):
+            remedy = f"{remedy} {_FOR_EVALUATION}"
+        return f"{_changed_leaf(kind, name, actual, expected, label)} {remedy}"
     constant = _changed_constant(jax.tree.structure(tree), jax.tree.structure(spec))
     if constant is None:
         return None
-    owner, value, expected_value = constant
+    name, value, expected_value = constant
+    values = repr(value), repr(expected_value)
+    if all(" at 0x" in text for text in values):
+        return (
+            f"{name} in `{kind}` is another object than the one that {label} was "
+            "compiled for. Reuse the same objects, such as `tx` and `apply_fn` of "
+            "Flax's `TrainState`, or compile again."
+        )
+    short, expected_short = map(_short, values)
     return (
-        f"A constant of `{owner}` in `{kind}` is {_short(value)}, but {label} was "
-        f"compiled for {_short(expected_value)}. {_REMEDY[kind]}"
+        f"{name} in `{kind}` is {short}, but {label} was compiled for "
+        f"{expected_short}. {_REMEDY[kind]}"
     )
 
 
 def _changed_leaf(
-    kind: str, actual: dict[str, str], expected: dict[str, str], label: Label
+    kind: str, name: str, actual: dict[str, str], expected: dict[str, str], label: Label
 ) -> str:
-    names = actual | expected
-    name = min(name for name in names if actual.get(name) != expected.get(name))
     if name not in expected:
         return f"`{kind}{name}` did not exist when {label} was compiled."
     aval = actual.get(name, "missing")
@@ -85,25 +102,34 @@ def _aval(leaf: Any) -> str:
 
 
 def _changed_constant(tree: Any, spec: Any) -> tuple[str, Any, Any] | None:
-    """Returns the type, data and expected data of the first node that differs."""
+    """Returns a name, the data and the expected data of the first node that differs."""
     if tree == spec:
         return None
     actual, expected = tree.node_data(), spec.node_data()
     if actual is None or expected is None or actual[0] is not expected[0]:
-        return "state", actual, expected
+        return "A constant of `state`", actual, expected
     children = tree.children(), spec.children()
     if actual[1] == expected[1] or len(children[0]) != len(children[1]):
         for pair in zip(*children, strict=False):
             if (constant := _changed_constant(*pair)) is not None:
                 return constant
+    owner = actual[0]
     # The data of a dataclass is the tuple of its static fields.
     if isinstance(actual[1], tuple) and isinstance(expected[1], tuple):
-        for pair in zip(actual[1], expected[1], strict=False):
+        for index, pair in enumerate(zip(actual[1], expected[1], strict=False)):
             if pair[0] != pair[1]:
-                return actual[0].__name__, *pair
-    return actual[0].__name__, actual[1], expected[1]
+                return _field_name(owner, index), *pair
+    return f"A constant of `{owner.__name__}`", actual[1], expected[1]
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def _field_name(owner: Any, index: int) -> str:
+    """Returns the name of a static field of a dataclass of Flax."""
+    fields = getattr(owner, "__dataclass_fields__", {}).values()
+    static = [x.name for x in fields if not x.metadata.get("pytree_node", True)]
+    if index < len(static):
+        return f"`{static[index]}` of `{owner.__name__}`"
+    return f"A constant of `{owner.__name__}`"
+
+
+def _short(text: str) -> str:
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."

@@ -43,6 +43,33 @@ def unbatch(
     """
     ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
     features = {name: np.asarray(value) for name, value in batch.features.items()}
+    if len(ids) > 1 or isinstance(sequences, Mapping):
+        groups = sequence_groups(features, sequences, dict.fromkeys(ids, 0))
+    elif sequences is None:
+        (shape,) = (x.shape for x in ids.values())
+        named = [name for name, x in features.items() if x.shape[:2] == shape]
+        groups = dict.fromkeys(ids, named)
+    else:
+        groups = dict.fromkeys(ids, listed_names(sequences))
+    keys = {name: key for key, names in groups.items() for name in names}
+    return split_examples(batch, keys, max_segments)
+
+
+def split_examples(
+    batch: Batch, keys: Mapping[str, str], max_segments: int | None
+) -> list[dict[str, Any]]:
+    """Returns the examples of a batch, some of whose features are sequences.
+
+    Args:
+      batch: as for `unbatch`.
+      keys: mapping from each sequence feature to the sequence whose length it shares.
+      max_segments: maximum number of examples in a packed row; None for unpacked rows.
+
+    Raises:
+      ValueError: as `unbatch`.
+    """
+    ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
+    features = {name: np.asarray(value) for name, value in batch.features.items()}
     first = next(iter(ids.values()))
     most = int(first.max(initial=0))
     if most > (max_segments or 1):
@@ -50,14 +77,6 @@ def unbatch(
             f"`max_segments={max_segments}`, but a row has {most} examples. Pass the "
             "`max_segments` that the rows were packed with."
         )
-    if len(ids) > 1 or isinstance(sequences, Mapping):
-        groups = sequence_groups(features, sequences, ids)
-    elif sequences is None:
-        named = [name for name, x in features.items() if x.shape[:2] == first.shape]
-        groups = dict.fromkeys(ids, named)
-    else:
-        groups = dict.fromkeys(ids, listed_names(sequences))
-    keys = {name: key for key, names in groups.items() for name in names}
     _check_shapes(features, keys, ids, max_segments)
     examples = []
     for row in np.flatnonzero(first.any(axis=1)):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen
 
 from jaxbucket.layers.statistics import (
-    check_axis_name,
+    check_axes,
     masked_statistics,
     moving_averages,
     normalized,
@@ -21,7 +21,8 @@ class LinenBatchNorm(linen.BatchNorm):
     Unlike with Flax's layer, statistics do not depend on the mode of the step, nor on
     how rows are distributed over devices; padding never counts. (With `mode="jit"`,
     `linen.BatchNorm` with `mask=` has the same statistics.) The options are those of
-    `linen.BatchNorm`, except `axis_name` and `axis_index_groups`. Parameters and
+    `linen.BatchNorm`, except `axis_name` and `axis_index_groups`, and there is
+    one feature axis. Parameters and
     variables have the same names, so checkpoints can be exchanged, with
     `name="BatchNorm_0"` if the name of the layer comes from its class.
 
@@ -50,7 +51,7 @@ class LinenBatchNorm(linen.BatchNorm):
             the statistics of the batch, unless the layer says so.
           mask: `[B, ...]`, whether a position is real, such as `batch.mask`.
         """
-        check_axis_name(self.axis_name, self.axis_index_groups)
+        check_axes(self.axis, self.axis_name, self.axis_index_groups)
         use_running_average = linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )

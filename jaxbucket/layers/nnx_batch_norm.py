@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxbucket.layers.statistics import (
-    check_axis_name,
+    check_axes,
     masked_statistics,
     moving_averages,
     normalized,
@@ -39,7 +39,7 @@ class NnxBatchNorm(nnx.BatchNorm):
 
     def __init__(self, num_features: int, **options: Any):
         super().__init__(num_features, **options)
-        check_axis_name(self.axis_name, self.axis_index_groups)
+        check_axes(self.axis, self.axis_name, self.axis_index_groups)
         dtype = widest(jnp.float32, self.param_dtype)
         self.mean = nnx.BatchStat(jnp.zeros(num_features, dtype))
         self.var = nnx.BatchStat(jnp.ones(num_features, dtype))

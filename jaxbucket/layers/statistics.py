@@ -123,8 +123,13 @@ def moving_averages(
     return moved(mean, statistics.mean), moved(var, statistics.var)
 
 
-def check_axis_name(axis_name: Any, axis_index_groups: Any) -> None:
-    """Raises a ValueError if devices are selected."""
+def check_axes(axis: Any, axis_name: Any, axis_index_groups: Any) -> None:
+    """Raises a ValueError for several feature axes, or if devices are selected."""
+    if not isinstance(axis, int):
+        raise ValueError(
+            f"`axis={axis!r}` is not supported: features must have one axis. Reshape "
+            "them, and pass its number."
+        )
     if axis_name is not None or axis_index_groups is not None:
         raise ValueError(
             f"`axis_name={axis_name!r}` is not supported: statistics are always those "

@@ -34,6 +34,9 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformationExtraArg
     the initial parameters have no weight (as in the bias correction of Adam, Kingma and
     Ba, "Adam: a method for stochastic optimization", 2015, section 3).
 
+    After `optax.MultiSteps`, it would count every micro-batch as an update. Put it
+    inside: `optax.MultiSteps(optax.chain(optax.adam(1e-3), average_params()), 4)`.
+
     Example:
       >>> tx = optax.chain(optax.sgd(1.0), average_params(decay=0.5))
       >>> params = jnp.array([0.0])
@@ -53,6 +56,11 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformationExtraArg
     Raises:
       ValueError: if `decay` is out of range, or `update` is called without parameters.
     """
+    if not isinstance(decay, int | float):
+        raise ValueError(
+            f"`decay` is a {type(decay).__name__}, but must be a Python number. With "
+            '`optax.inject_hyperparams`, pass `static_args=("decay",)`.'
+        )
     if not 0 <= decay < 1:
         raise ValueError(f"`decay={decay!r}` must be at least 0 and below 1.")
 
@@ -97,12 +105,11 @@ def average_of(opt_state: optax.OptState) -> Any:
       opt_state: the state of an optimizer with `average_params`.
 
     Raises:
-      ValueError: if it contains no average, or several.
+      ValueError: if it contains no average, or several, or one that is followed by
+        another transformation.
     """
-    states = jax.tree.leaves(
-        opt_state, is_leaf=lambda x: isinstance(x, AverageParamsState)
-    )
-    averages = [x.average for x in states if isinstance(x, AverageParamsState)]
+    check_average_is_last(opt_state)
+    averages = [state.average for _, state in _averages(opt_state)]
     if len(averages) > 1:
         raise ValueError(
             f"`opt_state` has {len(averages)} averages of parameters. Keep one of all "
@@ -115,3 +122,34 @@ def average_of(opt_state: optax.OptState) -> Any:
         "`opt_state` has no average of the parameters. End the optimizer with "
         "`average_params`: `optax.chain(optax.adam(1e-3), jb.optim.average_params())`."
     )
+
+
+def check_average_is_last(opt_state: optax.OptState) -> None:
+    """Raises a ValueError if other transformations follow `average_params`."""
+    for path, _ in _averages(opt_state):
+        node = opt_state
+        for key in path:
+            # Only the state of a chain is a plain tuple.
+            if type(node) is tuple and key.idx < len(node) - 1:
+                raise ValueError(
+                    f"`average_params` is number {key.idx + 1} of {len(node)} "
+                    "transformations in a chain, and would average parameters before "
+                    "the update is complete. Put it last: `optax.chain(..., "
+                    "jb.optim.average_params())`."
+                )
+            node = _child(node, key)
+
+
+def _averages(opt_state: optax.OptState) -> list[tuple[Any, AverageParamsState]]:
+    """Returns the path and the state of each average."""
+    states = jax.tree.leaves_with_path(
+        opt_state, is_leaf=lambda x: isinstance(x, AverageParamsState)
+    )
+    return [(path, x) for path, x in states if isinstance(x, AverageParamsState)]
+
+
+def _child(node: Any, key: Any) -> Any:
+    """Returns the child of a node of a tree."""
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return getattr(node, key.name)
+    return node[getattr(key, "idx", getattr(key, "key", None))]

@@ -23,7 +23,7 @@ from jaxbucket.base.checks import (
     split_line,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import check_parts, total_lengths
+from jaxbucket.base.lengths import check_parts
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.pattern import Pattern
@@ -95,10 +95,17 @@ class Packing:
         return self.slot_lengths[self.row_splits[row] : self.row_splits[row + 1]]
 
     @functools.cached_property
-    def row_lengths(self) -> np.ndarray:
-        """`[R]` int64, the number of tokens in each row; `[R, Q]` for Q sequences."""
-        lengths = self.slot_lengths if self.slot_parts is None else self.slot_parts
-        return np.add.reduceat(lengths, self.row_splits[:-1], dtype=np.int64)
+    def row_lengths(self) -> Any:
+        """`[R]` int64, the tokens in each row; a mapping from sequence name if several."""
+        if self.slot_parts is None:
+            return self._row_tokens
+        columns = np.add.reduceat(self.slot_parts, self.row_splits[:-1], dtype=np.int64)
+        return dict(zip(self.sequences, columns.T, strict=True))
+
+    @functools.cached_property
+    def _row_tokens(self) -> np.ndarray:
+        """`[R]` int64, the number of tokens in each row, over all sequences."""
+        return np.add.reduceat(self.slot_lengths, self.row_splits[:-1], dtype=np.int64)
 
     @functools.cached_property
     def row_work(self) -> np.ndarray:
@@ -118,9 +125,9 @@ class Packing:
     def fill(self) -> float:
         """The share of all positions, padding included, that hold a token."""
         seq_lens = np.array([total(x) for x in self.seq_lens])
-        rows = np.bincount(np.searchsorted(seq_lens, total_lengths(self.row_lengths)))
+        rows = np.bincount(np.searchsorted(seq_lens, self._row_tokens))
         positions = rows @ seq_lens[: len(rows)]
-        return float(self.row_lengths.sum() / positions)
+        return float(self._row_tokens.sum() / positions)
 
     @functools.cached_property
     def fingerprint(self) -> str:

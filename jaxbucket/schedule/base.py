@@ -50,6 +50,13 @@ class Schedule(abc.ABC):
     continues: str | None = None
 
     @property
+    def columns(self) -> np.ndarray:
+        """The lengths, `[N]`, or `[N, Q]` with a column for each of Q sequences."""
+        if self.parts is None:
+            return self.lengths
+        return np.stack(list(self.parts.values()), axis=1)
+
+    @property
     @abc.abstractmethod
     def steps_per_epoch(self) -> int:
         """The number of steps in one epoch."""

@@ -24,7 +24,7 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
-from jaxbucket.base.lengths import total_lengths
+from jaxbucket.base.lengths import lengths_matrix, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
@@ -149,9 +149,9 @@ class BatchSchedule(Schedule):
         # `[R]`, or `[R, Q]` with a column for each of several sequences.
         self._row_lengths, self._packed_rows = columns, None
         if packing is not None:
-            _check_packing(packing, plan)
+            _check_packing(packing)
             self.max_segments = packing.max_segments
-            self._row_lengths = plan.check(packing.row_lengths)
+            self._row_lengths = _row_lengths(packing, plan)
             slot_seed = self.seed if self._order.is_redrawn else None
             self._packed_rows = PackedRows(packing, self.lengths, self.parts, slot_seed)
         self.remainder: Remainder = remainder
@@ -366,21 +366,29 @@ class BatchSchedule(Schedule):
         return parts
 
 
-def _check_packing(packing: Any, plan: BucketPlan) -> None:
+def _check_packing(packing: Any) -> None:
     if not isinstance(packing, Packing):
         raise ValueError(
             f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
             "with `jb.packing.pack(lengths, max_seq_len)`."
         )
+
+
+def _row_lengths(packing: Packing, plan: BucketPlan) -> np.ndarray:
+    """Returns the lengths of the rows, `[R]` or `[R, Q]`, which the plan must hold."""
     if packing.sequences != plan.sequences:
         raise ValueError(
             f"`packing` has the sequences {list(packing.sequences)}, but `plan` has "
             f"{list(plan.sequences)}. {_PLAN_ROWS}"
         )
-    longest = np.atleast_1d(packing.row_lengths.max(axis=0))
+    lengths = packing.row_lengths
+    if isinstance(lengths, Mapping):
+        lengths = lengths_matrix(lengths, plan.sequences)
+    longest = np.atleast_1d(lengths.max(axis=0))
     if np.any(longest > plan.seq_lens.max(axis=0)):
         rows = " + ".join(map(str, longest))
         raise ValueError(
             f"`packing` has rows of {rows} tokens, which do not fit the longest "
             f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
         )
+    return plan.check(lengths)

@@ -338,5 +338,9 @@ class StreamDataset(grain.IterDataset[Any]):
             step,
             {name: plan[name] for name in plan if name not in ("format", "version")},
             data,
-            {**self._run.config(), "fingerprint": self.fingerprint},
+            {
+                **self._run.config(),
+                "processes": self._run.num_processes,
+                "fingerprint": self.fingerprint,
+            },
         )

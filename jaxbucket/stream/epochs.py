@@ -18,23 +18,38 @@ def check_stream(dataset: Any) -> None:
     """Raises a ValueError with a remedy if `dataset` is not a stream."""
     if isinstance(dataset, grain.IterDataset):
         return
+    has_loader = isinstance(dataset, grain.MapDataset | grain.DataLoader)
+    if callable(dataset) and not has_loader:
+        return
+    raise ValueError(
+        f"`dataset` is {with_article(dataset)}, not a `grain.IterDataset`. Pass "
+        f"{stream_of(dataset)}, or a function of (epoch, seed)."
+    )
+
+
+def stream_of(dataset: Any) -> str:
+    """Returns an expression that makes a stream of something else, for messages."""
     if isinstance(dataset, grain.MapDataset):
-        remedy = "`dataset.to_iter_dataset()`"
-    elif isinstance(dataset, grain.DataLoader):
-        remedy = (
+        return "`dataset.to_iter_dataset()`"
+    if isinstance(dataset, grain.DataLoader):
+        return (
             "`grain.MapDataset.source(data_source).shuffle(seed).apply(operations)"
             ".to_iter_dataset()`, with the arguments of the loader"
         )
-    elif callable(dataset):
-        return
-    elif isinstance(dataset, Iterable) and not isinstance(dataset, Sized):
-        remedy = "`jb.stream.from_loader(dataset)`"
-    else:
-        remedy = "`grain.MapDataset.source(examples).to_iter_dataset()`"
-    raise ValueError(
-        f"`dataset` is a {type(dataset).__name__}, not a `grain.IterDataset`. Pass "
-        f"{remedy}, or a function of (epoch, seed)."
-    )
+    if isinstance(dataset, Iterable) and not isinstance(dataset, Sized):
+        return "`jb.stream.from_loader(dataset)`"
+    return "`grain.MapDataset.source(examples).to_iter_dataset()`"
+
+
+def with_article(value: Any) -> str:
+    """Returns the name of a type, for messages.
+
+    Example:
+      >>> with_article([]), with_article(3)
+      ('a list', 'an int')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def open_epoch(dataset: Stream, epoch: int, seed: int) -> grain.IterDataset:

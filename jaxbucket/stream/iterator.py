@@ -185,8 +185,8 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self, phase: Phase, step: int, choice: int, is_started: bool
     ) -> int | None:
         """Returns the bucket to fill next; None if the stream has ended."""
-        options, ended = self._options, self._reader.ended
-        current = self._rounds.enter(step, phase, self._pool, ended, self._template)
+        options, reader = self._options, self._reader
+        current = self._rounds.enter(step, phase, self._pool, reader, self._template)
         if phase.sequence is not None:
             if current.is_over:
                 return None
@@ -196,11 +196,11 @@ class StreamIterator(grain.DatasetIterator[Any]):
             filler = phase.plan.buckets.index(filler_bucket(phase.plan))
             return filler if is_started else None
         index, bucket = self._pool.oldest()
-        waited = self._reader.counts.arrived - index
+        waited = reader.counts.arrived - index
         if options.policy == "first" or waited > options.max_wait:
             return bucket
         rows = [number * options.micro_batches_per_bucket for number in phase.rows]
-        return self._pool.closest(rows, ended)
+        return self._pool.closest(rows, reader.ended)
 
     def _collate(
         self, phase: Phase, bucket: int, rows: list[list[PooledExample]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -18,7 +19,19 @@ import grain
 from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.checks import check_choice
 from jaxbucket.data.example import Example
-from jaxbucket.stream.loader_values import decoded, encoded, num_rows, to_numpy
+from jaxbucket.stream.loader_kinds import (
+    check_not_batched,
+    has_first_state,
+    has_shuffle_buffer,
+    is_hugging_face,
+)
+from jaxbucket.stream.loader_values import (
+    check_examples,
+    decoded,
+    encoded,
+    num_rows,
+    to_numpy,
+)
 
 Resume: TypeAlias = Literal["state", "replay"]
 
@@ -56,21 +69,24 @@ def from_loader(
       loader: yields examples, or batches of them: dicts of arrays, tensors or numbers.
       to_example: converts what the loader yields to an example, a dict of arrays, for
         instance `lambda pair: {"tokens": pair[0], "label": pair[1]}`.
-      batched: whether the loader yields batches: lists of examples, or dicts of arrays
-        with a common leading axis. A list of arrays is refused, because PyTorch's
-        default `collate_fn` makes lists of columns.
+      batched: whether the loader yields batches: lists of dicts, or dicts of columns
+        with a common leading axis. Lists of arrays or of tuples are refused, as batches
+        and as columns, because PyTorch's default `collate_fn` makes such lists of
+        columns.
       shard: `local_rows(mesh)`, to give every group of processes with different rows
         its own part of the examples, taken in turn. By default this process gets all
         examples, as it should if the loader has been sharded already.
-      resume: "replay" ignores the state of the loader. Use it if the state is not
-        complete, as that of a shuffled Hugging Face dataset, whose buffer is lost.
+      resume: "replay" ignores the state of the loader, even one that was saved before.
+        Use it if the state is not complete, as that of a shuffled Hugging Face dataset,
+        whose buffer is lost.
 
     Returns:
       The dataset, for `stream_batches` and `sample_lengths`.
 
     Raises:
-      ValueError: if `loader` cannot be iterated over. From an iterator: if a batch is
-        not as described, or if a generator is iterated over or resumed a second time.
+      ValueError: if `loader` cannot be iterated over, or has a batch size although
+        `batched` is False. From an iterator: if a batch is not as described, or if a
+        generator is iterated over or resumed a second time.
     """
     if not isinstance(loader, Iterable):
         raise ValueError(
@@ -78,6 +94,8 @@ def from_loader(
             "Pass an iterable of examples."
         )
     check_choice("resume", resume, get_args(Resume))
+    if not batched:
+        check_not_batched(loader)
     return LoaderDataset(loader, to_example, batched, checked_shard(shard), resume)
 
 
@@ -101,6 +119,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         self.parts = frozenset(shard.parts)
         self.num_parts = shard.num_parts
         self._is_started = False
+        self._has_warned = False
         # Weak, because PyTorch waits for its workers if a cycle of objects owns them.
         self._reader: weakref.ref[LoaderIterator] | None = None
 
@@ -142,8 +161,9 @@ class LoaderDataset(grain.IterDataset[Any]):
             if self._is_started:
                 raise ValueError(
                     f"`loader` is a {type(self.loader).__name__}, which can be "
-                    "iterated over only once, so it has no second epoch and cannot be "
-                    "resumed. Pass an object that returns a new iterator each time."
+                    "iterated over only once, so it cannot be sampled before it is "
+                    "read, has no second epoch and cannot be resumed. Pass an object "
+                    "that returns a new iterator each time."
                 )
             self._is_started = True
         return iterator
@@ -153,6 +173,12 @@ class LoaderDataset(grain.IterDataset[Any]):
         loader: Any = self.loader
         if not hasattr(loader, "load_state_dict"):
             iterator: Any = self.open()
+            if not hasattr(iterator, "set_state"):
+                raise ValueError(
+                    "The state is that of a loader with a state, but `loader`, a "
+                    f"{type(loader).__name__}, has none. Pass such a loader, or "
+                    "`resume='replay'` if this one yields the same examples."
+                )
             iterator.set_state(state)
             return iterator
         loader_state, random_state = state
@@ -169,6 +195,14 @@ class LoaderDataset(grain.IterDataset[Any]):
         its next epoch would have another order.
         """
         loader: Any = self.loader
+        if not self._has_warned and has_shuffle_buffer(loader):
+            self._has_warned = True
+            warnings.warn(
+                "`loader` shuffles through a buffer, which Hugging Face does not "
+                "include in its state, so this stream cannot be resumed. Pass "
+                "`resume='replay'` to `from_loader`.",
+                stacklevel=2,
+            )
         generator = getattr(loader, "generator", None)
         get_state = getattr(generator, "get_state", lambda: None)
         return loader.state_dict(), get_state()
@@ -177,7 +211,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         """Lets later iterations over the loader start at its beginning."""
         for dataset in (self.loader, getattr(self.loader, "dataset", None)):
             # These start every iteration at the state that was loaded.
-            if _is_hugging_face(dataset):
+            if is_hugging_face(dataset):
                 dataset.load_state_dict(None)  # pyright: ignore
 
     def examples(self, element: Any) -> Iterator[Any]:
@@ -185,13 +219,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         if not self.batched:
             yield self._example(element)
         elif isinstance(element, list | tuple):
-            if any(hasattr(x, "__array__") for x in element):
-                raise ValueError(
-                    f"`loader` yields a {type(element).__name__} of arrays, which may "
-                    "be the examples or the columns of a batch. Let it yield a list "
-                    "of dicts (`collate_fn=list` in PyTorch, if examples are dicts) or "
-                    "a dict of columns."
-                )
+            check_examples(element)
             for example in element:
                 yield self._example(example)
         elif isinstance(element, Mapping):
@@ -309,13 +337,8 @@ class LoaderIterator(grain.DatasetIterator[Any]):
         self._start()
         if state["ended"] and self._dataset.has_state:
             self._ended = True
-        elif state["loader"] is None:
-            skipped = itertools.islice(self._opened(), state["elements"])
-            if sum(1 for _ in skipped) < state["elements"]:
-                raise ValueError(
-                    f"`loader` has fewer than {state['elements']} elements, which it "
-                    "had yielded before. It must yield the same examples again."
-                )
+        elif state["loader"] is None or self._dataset.resume == "replay":
+            self._skip(state["elements"], state["ended"])
         else:
             self._restored = copy.deepcopy(state["loader"])
             self._opened()
@@ -324,6 +347,21 @@ class LoaderIterator(grain.DatasetIterator[Any]):
         for _ in range(state["taken"]):
             self._next_example()
             self._num_examples += 1
+
+    def _skip(self, num_elements: int, is_end: bool) -> None:
+        """Reads the elements that were read before, and checks their number."""
+        skipped = itertools.islice(self._opened(), num_elements)
+        is_longer = False
+        is_shorter = sum(1 for _ in skipped) < num_elements
+        if is_end and not is_shorter:
+            is_longer = next(self._opened(), None) is not None
+            self._ended = True
+        if is_shorter or is_longer:
+            raise ValueError(
+                f"`loader` has {'fewer' if is_shorter else 'more'} than "
+                f"{num_elements} elements, which it had yielded before. It must yield "
+                "the same examples again."
+            )
 
     def _loader_state(self) -> Any:
         """Returns the state of the loader for JSON, or None if it has none."""
@@ -337,7 +375,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
                 return None
             # A `StatefulDataLoader` draws the order of an epoch at its beginning.
             iterator = self._opened()
-            if not (self._num_elements or _has_first_state(loader, iterator)):
+            if not (self._num_elements or has_first_state(loader, iterator)):
                 return None
             state = self._dataset.state()
         elif self._num_elements and hasattr(self._iterator, "set_state"):
@@ -352,15 +390,3 @@ class LoaderIterator(grain.DatasetIterator[Any]):
                 f"serializable: {error}. Pass `resume='replay'`, if it yields the same "
                 "examples again."
             ) from None
-
-
-def _is_hugging_face(dataset: Any) -> bool:
-    names = [(x.__module__, x.__name__) for x in type(dataset).__mro__]
-    return ("datasets.iterable_dataset", "IterableDataset") in names
-
-
-def _has_first_state(loader: Any, iterator: Any) -> bool:
-    """Whether the state before the first element is known."""
-    # A dataset with a state, as of Hugging Face, has that of the epoch before.
-    dataset = getattr(loader, "dataset", None)
-    return hasattr(iterator, "state_dict") and not hasattr(dataset, "state_dict")

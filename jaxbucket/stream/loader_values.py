@@ -5,18 +5,26 @@ from __future__ import annotations
 import base64
 import importlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+_LISTS_OF_DICTS = (
+    "Let it yield a list of dicts: let examples be dicts, and pass `collate_fn=list` "
+    "in PyTorch."
+)
 
 
 def num_rows(batch: Mapping[str, Any]) -> int:
     """Returns the size of the leading axis of all features.
 
     Raises:
-      ValueError: if they do not have a common leading axis.
+      ValueError: if they do not have a common leading axis, or if it is not known
+        whether a list holds the rows of a column.
     """
+    for name, value in batch.items():
+        _check_column(name, value)
     sizes = {name: _size(value) for name, value in batch.items()}
     size = next(iter(sizes.values()), None)
     if size is None or len(set(sizes.values())) > 1:
@@ -26,6 +34,36 @@ def num_rows(batch: Mapping[str, Any]) -> int:
             "axis. Repeat or remove the others, for instance in `collate_fn`."
         )
     return size
+
+
+def _check_column(name: str, value: Any) -> None:
+    """Raises a ValueError if a column may as well be several transposed ones."""
+    if isinstance(value, list | tuple) and any(map(_has_axis, value)):
+        raise ValueError(
+            f"`loader` yields a batch whose column {name!r} is a "
+            f"{type(value).__name__} of arrays. These may be its rows, or, from "
+            "PyTorch's default `collate_fn`, the first tokens of all rows, then the "
+            f"second ones, and so on. {_LISTS_OF_DICTS} For a Hugging Face "
+            'dataset, `with_format("torch")` helps if all rows have the same length.'
+        )
+
+
+def check_examples(batch: Sequence[Any]) -> None:
+    """Raises a ValueError if a list may hold the columns of a batch, not examples."""
+    kinds = {type(x).__name__ for x in batch if isinstance(x, list | tuple)}
+    if any(map(_has_axis, batch)):
+        kinds.add("array")
+    if kinds:
+        names = " and ".join(f"{kind}s" for kind in sorted(kinds))
+        raise ValueError(
+            f"`loader` yields a {type(batch).__name__} of {names}, which may be the "
+            "examples or the columns of a batch: PyTorch's default "
+            f"`collate_fn` makes columns. {_LISTS_OF_DICTS}"
+        )
+
+
+def _has_axis(value: Any) -> bool:
+    return hasattr(value, "__array__") and getattr(value, "ndim", 1) > 0
 
 
 def _size(value: Any) -> int | None:

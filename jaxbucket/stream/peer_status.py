@@ -21,6 +21,8 @@ class PeerStatus(NamedTuple):
     shortest: int  # Bucket of the shortest pending example; K if there is none.
     rows_needed: list[int]  # `[K]` rows that hold the pending examples.
     features: Features  # Empty if no example has arrived.
+    arrived: int  # The number of examples that have arrived.
+    checksum: int  # Of these examples.
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -39,6 +41,24 @@ def check_same_config(statuses: Sequence[PeerStatus]) -> None:
             f"{'; '.join(differences)}. Start all of them with the same plan, lengths, "
             "options and step."
         )
+
+
+def check_different_examples(statuses: Sequence[PeerStatus]) -> None:
+    """Raises a ValueError if processes with different rows have read the same examples.
+
+    A single example may be the same by chance.
+    """
+    first_with: dict[tuple[int, int], int] = {}
+    for index, status in enumerate(statuses):
+        first = first_with.setdefault((status.arrived, status.checksum), index)
+        if status.arrived > 1 and status.parts != statuses[first].parts:
+            raise ValueError(
+                f"Processes {first} and {index} fill different rows, but their streams "
+                f"begin with the same {status.arrived} examples, so examples would be "
+                "repeated. Give each process its own part of the stream, for instance "
+                "by `jb.stream.from_loader(loader, "
+                "shard=jb.sharding.local_rows(mesh))`."
+            )
 
 
 def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:

@@ -27,6 +27,7 @@ from jaxbucket.data.example import (
     sequence_names,
 )
 from jaxbucket.data.transform import StreamTransform
+from jaxbucket.stream.epochs import stream_of, with_article
 
 # Not None, because a function of the stream without a `return` yields None.
 _END = object()
@@ -180,9 +181,8 @@ class StreamReader:
             ) from error
         if not isinstance(dataset, grain.IterDataset):
             raise ValueError(
-                f"Epoch {epoch} of the stream is a {type(dataset).__name__}, not a "
-                "`grain.IterDataset`. Return one from the function, such as "
-                "`grain.MapDataset.source(...).to_iter_dataset()`."
+                f"Epoch {epoch} of the stream is {with_article(dataset)}, not a "
+                f"`grain.IterDataset`. Return {stream_of(dataset)} from the function."
             )
         return iter(dataset)
 
@@ -290,9 +290,9 @@ class StreamReader:
         except Exception as error:
             raise ValueError(
                 f"The stream rejects its own state at example {snapshot.epoch_index} "
-                f"of epoch {snapshot.epoch}: {type(error).__name__}: {error}. Pass the "
-                "stream that the state was saved from, or restore an earlier "
-                "checkpoint."
+                f"of epoch {snapshot.epoch}: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Pass the stream that the state was saved "
+                "from, or restore an earlier checkpoint."
             ) from error
         self.counts = dataclasses.replace(snapshot.counts)
         self.checksum = snapshot.checksum

@@ -18,9 +18,14 @@ import numpy as np
 from jaxbucket.base.digest import digest
 from jaxbucket.data.example import Example, Features, feature_specs
 from jaxbucket.plan.flow.remainder import filler_bucket, flow_remainders
-from jaxbucket.stream.peer_status import PeerStatus, check_same_config
+from jaxbucket.stream.peer_status import (
+    PeerStatus,
+    check_different_examples,
+    check_same_config,
+)
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
+from jaxbucket.stream.reader import StreamReader
 from jaxbucket.stream.run import StreamRun
 
 # The largest number of steps in a round, before and after the first stream ends.
@@ -76,7 +81,12 @@ class StreamRounds:
         self.features: Features = {}
 
     def enter(
-        self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
+        self,
+        step: int,
+        phase: Phase,
+        pool: Pool,
+        reader: StreamReader,
+        template: Example | None,
     ) -> Round:
         """Returns the round of a step; waits for all processes if a new one starts.
 
@@ -84,11 +94,12 @@ class StreamRounds:
           step: the step of the run.
           phase: the phase of the step.
           pool: the pending examples of this process.
-          ended: whether the stream of this process has ended.
+          reader: the reader of the stream of this process.
           template: an example of the stream; None if no example has arrived.
 
         Raises:
-          ValueError: in all processes, if they do not batch in the same way.
+          ValueError: in all processes, if they do not batch in the same way, or if
+            processes with different rows read the same examples.
         """
         if self._run.processes is None:
             return Round(0, math.inf, 0, None)
@@ -96,10 +107,12 @@ class StreamRounds:
         is_known = last and (last.first <= step < last.end or last.is_over)
         if last and is_known and self._is_checked:
             return last
-        status = self._status(step, phase, pool, ended, template)
+        status = self._status(step, phase, pool, reader, template)
         replies = self._run.processes.gather(self._name, status.to_json())
         statuses = [PeerStatus.from_json(text) for text in replies]
         check_same_config(statuses)
+        if not self._is_checked:
+            check_different_examples(statuses)
         self._is_checked = True
         self.features = next((x.features for x in statuses if x.features), {})
         if not is_known:
@@ -107,7 +120,12 @@ class StreamRounds:
         return self._rounds[-1]
 
     def _status(
-        self, step: int, phase: Phase, pool: Pool, ended: bool, template: Example | None
+        self,
+        step: int,
+        phase: Phase,
+        pool: Pool,
+        reader: StreamReader,
+        template: Example | None,
     ) -> PeerStatus:
         options = self._run.options
         lengths = [example.length for example in pool.pending()]
@@ -121,10 +139,12 @@ class StreamRounds:
             },
             parts=list(options.shard.parts),
             pool_digest=digest(np.array(lengths, "<i8").data),
-            ended=ended,
+            ended=reader.ended,
             shortest=pool.bucket_of(min(lengths)) if lengths else len(phase.plan),
             rows_needed=pool.rows_needed(),
             features=feature_specs(template),
+            arrived=reader.counts.arrived,
+            checksum=reader.checksum,
         )
 
     def _new_round(
@@ -186,8 +206,8 @@ def rows_of_part(statuses: Sequence[PeerStatus]) -> np.ndarray:
     as many rows as any process needs in them.
 
     Example: one process needs 3 short rows, another one short and one long row.
-      >>> a = PeerStatus({}, [0], "", True, 0, [3, 0], {})
-      >>> b = PeerStatus({}, [1], "", True, 0, [1, 1], {})
+      >>> a = PeerStatus({}, [0], "", True, 0, [3, 0], {}, 3, 0)
+      >>> b = PeerStatus({}, [1], "", True, 0, [1, 1], {}, 2, 0)
       >>> rows_of_part([a, b])
       array([2, 1])
     """

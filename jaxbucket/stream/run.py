@@ -76,6 +76,13 @@ class StreamRun:
             allow_empty=options.num_epochs is not None and not has_whole_stream,
         )
 
+    @property
+    def num_processes(self) -> int | None:
+        """The number of processes that read parts of the stream; None if not known."""
+        if self.processes is not None:
+            return self.processes.count
+        return 1 if self.options.is_single_process else None
+
     def global_step(self, local_step: int) -> int:
         """Converts a step of this worker to a global step."""
         return self.first_step + local_step * self.step_stride

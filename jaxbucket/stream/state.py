@@ -129,12 +129,21 @@ class StreamState:
             for name in {**self.config, **config}
             if not is_same(self.config.get(name), config.get(name))
         ]
-        if changes:
-            raise ValueError(
-                f"Cannot resume at step {self.step}, because the stream is batched "
-                f"differently: {'; '.join(changes)}. Use the previous options. To "
-                "change the plan at a later step, pass `plan={0: old, step: new}`."
+        if not changes:
+            return
+        remedy = (
+            "Use the previous options. To change the plan at a later step, pass "
+            "`plan={0: old, step: new}`."
+        )
+        setup = ("parts", "shard", "processes_meet")
+        if any(self.config.get(name) != config.get(name) for name in setup):
+            remedy = (
+                "Streams resume only with the same number of processes and devices."
             )
+        raise ValueError(
+            f"Cannot resume at step {self.step}, because the stream is batched "
+            f"differently: {'; '.join(changes)}. {remedy}"
+        )
 
     def check_read(
         self, counts: StreamCounts, checksum: int, pending: Sequence[PooledExample]
@@ -151,15 +160,15 @@ class StreamState:
             *(self.read, self.next_index, len(self.pending), self.tokens),
         ):
             raise ValueError(
-                f"The stream has changed: {self.read} examples had been read, of which "
-                f"{len(self.pending)} with {self.tokens} tokens were pending. Now "
-                f"{counts.read} are read, and {number} with {tokens} tokens are "
-                f"pending. {remedy}"
+                f"The stream has changed: {self.read} examples had been read, and "
+                f"{len(self.pending)} examples of {self.tokens} tokens were waiting "
+                f"for a batch. Now {counts.read} are read, and {number} examples of "
+                f"{tokens} tokens wait. {remedy}"
             )
         if checksum != self.checksum:
             raise ValueError(
-                f"The stream has changed: its last examples, of which {number} with "
-                f"{tokens} tokens are pending, have other contents. {remedy}"
+                f"The stream has changed: its first {self.read} examples have other "
+                f"contents. {remedy}"
             )
 
 

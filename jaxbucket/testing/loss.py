@@ -46,12 +46,14 @@ _REMEDIES = {
     ),
     "with different values in its padding": (
         "Padding counts. Multiply by `batch.mask` before summing, and do not attend to "
-        "empty rows or to positions at which `batch.segment_ids` is 0."
+        "empty rows or to positions at which `batch.segment_ids` is 0. Set padding to "
+        "zero before each convolution: `x * batch.mask[..., None]`."
     ),
     "with twice as many columns, the new ones all padding": (
         "The result depends on T. Use sums and counts of `batch.mask` instead of T or "
-        "a mean over T. If the model has a table of T positions, pass a batch that is "
-        "at most half as long."
+        "a mean over T. Set padding to zero before each convolution: "
+        "`x * batch.mask[..., None]`. If the model has a table of T positions, pass a "
+        "batch that is at most half as long."
     ),
     "with every packed example in a row of its own": (
         "Examples that share a row influence each other. Take targets from "
@@ -99,7 +101,8 @@ def check_loss(
 
     Args:
       loss_fn: the loss; see `jaxbucket.train.loss` for the contract.
-      model: an NNX module, parameters, or a `TrainState`.
+      model: an NNX module, parameters, or a `TrainState`. The loss may change any of
+        its variables.
       batch: a real batch of numpy or jax arrays, padded or packed, with at least two
         rows that contain examples. A small batch is enough.
       seed: the seed of the rows' keys; None to call the loss with `keys=None`, as in
@@ -120,7 +123,7 @@ def check_loss(
     num_rows = batch.bucket.batch_size
     rows = np.arange(num_rows)
     # Twice as many keys, because empty rows are added below.
-    keys = None if seed is None else row_keys(seed, 0, 0, 2 * num_rows)
+    keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
     results = _Results(loss_fn, model)
     expected = results.whole(batch, _take(keys, rows))
     _check_finite(expected)
@@ -188,7 +191,8 @@ class _Results:
         self._state = model if is_state else create_state(model)
 
         def gradients(state: TrainState, batch: Batch, keys: Any) -> Any:
-            return gradient_sums(loss_fn)(state, batch, keys)[0]
+            # New values of variables are not compared, so any may change.
+            return gradient_sums(loss_fn, rules=None)(state, batch, keys)[0]
 
         def of_half(state: Any, batch: Batch, keys: Any) -> Any:
             with rows_context(_HALVES):

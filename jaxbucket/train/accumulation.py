@@ -197,7 +197,7 @@ class AccumulatingStep:
         """Returns shapes and dtypes of the results of any micro-batch."""
 
         def sums(state: TrainState, batch: Batch) -> Any:
-            keys = row_keys(0, checked_state(state).step, 0, batch.bucket.batch_size)
+            keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
             (grads, sums), variables = self._local_sums(state, batch, keys)
             return jax.tree.map(at_least_float32, grads), sums, variables
 

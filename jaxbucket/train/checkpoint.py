@@ -32,11 +32,14 @@ from jaxbucket.train.checkpoint_state import (
     check_keys,
     check_like,
     like_template,
+    parts_to_skip,
+    restore_without,
 )
 
 # The operating system releases the lock when its process ends, even if it is killed.
 _LOCK = ".lock"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
+_JSON = ocp.args.JsonRestore()
 _TOKEN = ".seen-by-all"
 # A network file system may show a new file with a delay.
 _SECONDS_TO_SEE = 5.0
@@ -285,7 +288,8 @@ class Checkpoints:
             number, such as the `step=0` of a new Flax `TrainState`, is restored as a
             Python number; weakly typed scalars stay weakly typed, and uncommitted
             arrays stay uncommitted. A step that was compiled for `state` therefore
-            accepts the restored state.
+            accepts the restored state. If it has no optimizer, as
+            `create_state(model, mesh=mesh)`, that of the checkpoint is not read.
 
         Returns:
           The state, the position in the data, and the extra values.
@@ -305,21 +309,20 @@ class Checkpoints:
         if damage := find_damage(folder):
             raise self._damaged(folder, damage)
         abstract = jax.tree.map(abstract_leaf, state)
-        check_like(folder, self._manager.item_metadata(step).state, abstract)
-        saved: Any = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract),
-                position=ocp.args.JsonRestore(),
-                extra=ocp.args.JsonRestore(),
-            ),
-        )
+        skipped = parts_to_skip(state)
+        metadata = self._manager.item_metadata(step).state
+        check_like(folder, metadata, abstract, skipped)
+        items: dict[str, Any] = dict.fromkeys(("position", "extra"), _JSON)
+        if not skipped:
+            items["state"] = ocp.args.StandardRestore(abstract)
+        saved: Any = self._manager.restore(step, args=ocp.args.Composite(**items))
+        read = restore_without(skipped, folder, abstract) if skipped else saved.state
         position = DataPosition.from_dict(saved.position)
         if position.step != step:
             raise self._damaged(folder, f"its position is at step {position.step}")
-        check_keys(folder, state, saved.state)
+        check_keys(folder, state, read)
         self._last = step
-        restored = jax.tree.map(like_template, state, saved.state)
+        restored = jax.tree.map(like_template, state, read)
         return Restored(restored, position, saved.extra)
 
     def claim(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,16 +12,49 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.tree_util import keystr
 
+from jaxbucket.train.state import TrainState
 
-def check_like(folder: epath.Path, metadata: Any, abstract: Any) -> None:
+
+def parts_to_skip(state: Any) -> tuple[str, ...]:
+    """Returns the parts of a saved state that a state for evaluation does not have."""
+    if not (isinstance(state, TrainState) and state.opt_state == ()):
+        return ()
+    return ("opt_state",) if state.loss_scale else ("opt_state", "loss_scale")
+
+
+def restore_without(
+    skipped: tuple[str, ...], folder: epath.Path, abstract: TrainState
+) -> TrainState:
+    """Reads a state without some of its parts."""
+    names = {field.name for field in dataclasses.fields(abstract)} - {*skipped}
+    parts = {name: getattr(abstract, name) for name in names - {"graphdef"}}
+    # Orbax does not find empty parts.
+    parts = {name: part for name, part in parts.items() if jax.tree.leaves(part)}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        restored = checkpointer.restore(
+            folder / "state",
+            args=ocp.args.PyTreeRestore(
+                item=parts,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(parts),
+                partial_restore=True,
+            ),
+        )
+    return dataclasses.replace(abstract, **restored)
+
+
+def check_like(
+    folder: epath.Path, metadata: Any, abstract: Any, skipped: tuple[str, ...] = ()
+) -> None:
     """Raises a ValueError that names a leaf that differs from the saved one.
 
     Args:
       folder: the directory of the checkpoint.
       metadata: Orbax's metadata of the saved state.
       abstract: the requested shapes, dtypes and shardings.
+      skipped: the parts of the saved state that are not requested.
     """
     saved, wanted = _leaves(metadata), _leaves(abstract)
+    saved = {x: y for x, y in saved.items() if x.partition(".")[0] not in skipped}
     # Parameters come first, because differences in the optimizer state follow from
     # them.
     names = saved.keys() | wanted.keys()
@@ -55,7 +89,8 @@ def check_keys(folder: epath.Path, state: Any, restored: Any) -> None:
 def _different_state(folder: epath.Path, name: str, now: Any, was: Any) -> ValueError:
     return ValueError(
         f"The checkpoint {folder} is of a different model or optimizer: {name} is "
-        f"{now}, but was {was}. Use the model and optimizer that were saved."
+        f"{now}, but was {was}. Use the model, `wrt` and the optimizer that were "
+        "saved."
     )
 
 

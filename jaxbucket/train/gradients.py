@@ -15,7 +15,8 @@ from jaxbucket.optim.precision import at_least_float32, computes_in
 from jaxbucket.train.global_rows import current_rows
 from jaxbucket.train.loss import LossFn, Metrics
 from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
-from jaxbucket.train.state import TrainState
+from jaxbucket.train.overwritten import combine_overwritten, overwritten_values
+from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
     DEFAULT_RULES,
     Kind,
@@ -23,6 +24,7 @@ from jaxbucket.train.variables import (
     Values,
     combine_variables,
     warn_if_not_returned,
+    with_values,
 )
 
 
@@ -42,8 +44,11 @@ def gradient_sums(
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Values]]:
-            before = dataclasses.replace(state, params=params)
+        def loss(
+            params: Any, overwritten: Values
+        ) -> tuple[jax.Array, tuple[Metrics, Values]]:
+            variables = with_values(state.variables, overwritten)
+            before = dataclasses.replace(state, params=params, variables=variables)
             loss_sum, sums, returned, new = call_loss(loss_fn, before, batch, keys)
             are_same = comparison(
                 lambda state: call_loss(loss_fn, state, batch, keys)[-1], state
@@ -52,12 +57,13 @@ def gradient_sums(
             if rules is None:
                 return loss_sum, (sums, {})
             warn_if_not_returned(rules, state.variables, returned)
-            new = combine_variables(rules, state.variables, new, are_same)
+            new = combine_variables(rules, variables, new, are_same)
             return loss_sum, (sums, new)
 
-        _check_differentiable(state.params)
+        _check_differentiable(checked_state(state).params)
+        overwritten = overwritten_values(state.variables)
         loss_sum, pull_back, (sums, variables) = jax.vjp(
-            loss, state.params, has_aux=True
+            loss, state.params, overwritten, has_aux=True
         )
         # The weight of all devices, because a gradient may come from the loss of
         # another device.
@@ -65,25 +71,33 @@ def gradient_sums(
 
         def gradients(least: int, most: int, scale: Any = 1.0) -> Any:
             exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
-            cotangent = _power_of_two(exponent) * scale
-            (grads,) = pull_back(cotangent.astype(loss_sum.dtype))
-            undo = _power_of_two(-exponent) / scale
-            return jax.tree.map(functools.partial(_times, undo), grads)
+            cotangent, undo = _power_of_two(exponent), _power_of_two(-exponent)
+            if overwritten:
+                # Scales in fp8 are learned from the gradients of the mean itself.
+                usable = (weight > 0) & jnp.isfinite(weight)
+                undo = jnp.where(usable, weight, 1).astype(jnp.float32)
+                cotangent = 1 / undo
+            cotangent = (cotangent * scale).astype(loss_sum.dtype)
+            grads, new = pull_back(cotangent)
+            return jax.tree.map(functools.partial(_times, undo / scale), grads), new
 
         if state.loss_scale is not None:
             # The gradient of the mean, times the scale.
-            grads = gradients(0, 0, state.loss_scale.scale)
-            return (grads, sums), variables
-        grads = gradients(*_MEAN_EXPONENTS)
-        if computes_in(jnp.float16, pull_back, loss_sum):
-            overflows = (~all_finite(grads, (), ())).astype(jnp.int32)
-            grads = jax.lax.cond(
-                # All devices take the same branch, because they may gather rows from
-                # each other in it.
-                current_rows().sum_over_rows(overflows) > 0,
-                functools.partial(gradients, -1, -1),
-                lambda: grads,
-            )
+            grads, new = gradients(0, 0, state.loss_scale.scale)
+        else:
+            grads, new = gradients(*_MEAN_EXPONENTS)
+            if computes_in(jnp.float16, pull_back, loss_sum):
+                overflows = (~all_finite(grads, (), ())).astype(jnp.int32)
+                first = grads, new
+                grads, new = jax.lax.cond(
+                    # All devices take the same branch, because they may gather rows
+                    # from each other in it.
+                    current_rows().sum_over_rows(overflows) > 0,
+                    functools.partial(gradients, -1, -1),
+                    lambda: first,
+                )
+        if rules is not None:
+            variables |= combine_overwritten(overwritten, new)
         return (grads, sums), variables
 
     return sums

@@ -41,7 +41,7 @@ from flax.errors import TraceContextError
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.checks import check_choice
+from jaxbucket.base.checks import check_choice, check_seed
 from jaxbucket.sharding import Axes, axis_names
 from jaxbucket.train.global_rows import MappedRows, Rows, WholeBatch, rows_context
 from jaxbucket.train.pmap import Rows as PmapRows
@@ -87,8 +87,13 @@ def sum_over_batch(
             if seed is not None:
                 num_rows = batch.bucket.batch_size
                 first_row = rows.first_row(num_rows)
-                step = checked_state(state).step
-                keys = row_keys(seed, step, first_row, num_rows, micro_batch)
+                keys = row_keys(
+                    seed,
+                    checked_state(state).step,
+                    num_rows,
+                    first_row=first_row,
+                    micro_batch=micro_batch,
+                )
             local, values = sums(state, batch, keys)
             return rows.sum_over_rows(local), values
 
@@ -136,17 +141,32 @@ def rows_of(mode: Mode, mesh: Mesh, axes: tuple[str, ...]) -> Rows:
 
 
 def row_keys(
-    seed: int, step: Any, first_row: Any, num_rows: int, micro_batch: Any = 0
+    seed: int,
+    step: Any,
+    num_rows: int,
+    *,
+    first_row: Any = 0,
+    micro_batch: Any = 0,
 ) -> jax.Array:
-    """Returns `[num_rows]` random keys, one for each row.
+    """Returns `[num_rows]` random keys, one for each row, as losses receive them.
+
+    Use them in your own step, row by row, so that its dropout depends neither on the
+    mesh nor on when a run was resumed, and equals that of `make_train_step`.
+
+    Example:
+      >>> keys = row_keys(0, step=7, num_rows=4)
+      >>> dropped = jax.vmap(lambda key: jax.random.bernoulli(key, 0.1))(keys)
+      >>> dropped.shape
+      (4,)
 
     Args:
-      seed: the seed of the run.
-      step: the step, static or traced.
+      seed: the seed of the run, as for `make_train_step`.
+      step: the number of steps done before this one, static or traced.
+      num_rows: the number of rows, `batch.bucket.batch_size` inside of `jax.jit`.
       first_row: the index of the first row in the global batch.
-      num_rows: the number of rows.
       micro_batch: the index of the micro-batch in the step.
     """
+    check_seed(seed)
     # Split the seed here, because jax uses 32 or 64 bits of it, depending on its
     # configuration.
     low, high = seed & 0xFFFFFFFF, seed >> 32
@@ -174,6 +194,7 @@ def checked_loss(
             "such as `jax.vmap`. Draw dropout from `keys` (`dropout(x, rngs=key)`, row "
             "by row), not from the model's `nnx.Rngs`."
         ) from error
+    _check_is_not_collections(result, model)
     sums = _named_sums(result)
     loss_sum, weight = result[:2]
     # Half precision is too coarse to count the tokens of a batch or to sum over them.
@@ -189,6 +210,18 @@ def checked_loss(
     counts = [jnp.asarray(size, jnp.int32) for size in sizes]
     sums |= dict(zip(_COUNTS, counts, strict=True))
     return loss_sum, sums, result[3] if len(result) == 4 else None
+
+
+def _check_is_not_collections(result: Any, model: Any) -> None:
+    """Raises a ValueError if a loss returns new variables as its third value."""
+    if isinstance(result, tuple) and len(result) == 3 and isinstance(model, Mapping):
+        names = result[2].keys() if isinstance(result[2], Mapping) else ()
+        if collections := [x for x in names if isinstance(model.get(x), Mapping)]:
+            raise ValueError(
+                f"`loss_fn` returned the collections {collections} as its third value, "
+                "which are sums to report. Return new variables as the fourth one: "
+                "`return loss_sum, weight, {}, new`."
+            )
 
 
 def _named_sums(result: Any) -> Metrics:

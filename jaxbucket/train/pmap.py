@@ -86,6 +86,7 @@ class PmapStep:
     def lower(self, *args: Any) -> PmapLowered:
         """Traces the step for arguments of these shapes."""
         *replicated, batch = args
+        _check_replicated(replicated)
         with_axis = jax.eval_shape(self._put_axis, batch)
         with with_prng_in_cache_keys():
             lowered = PmapLowered(
@@ -121,6 +122,17 @@ def _check_adjacent(mesh: Mesh) -> None:
             f"`mesh`, but they belong to processes {owners}. Order them by process, or "
             "use 'jit' or 'shard_map'."
         )
+
+
+def _check_replicated(state: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(state):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None and not sharding.is_fully_replicated:
+            name = jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                f"`state{name}` is sharded, but with `mode='pmap'` every device holds "
+                "the whole state. Use 'jit' or 'shard_map', with `state_sharding=`."
+            )
 
 
 def _put_axis(batch: Batch) -> Batch:

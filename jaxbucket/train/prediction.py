@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
 import jax
@@ -14,13 +14,15 @@ from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.checks import check_choice
 from jaxbucket.compile.events import record_arguments
-from jaxbucket.data.uncollate import unbatch
+from jaxbucket.data.example import Sequences
+from jaxbucket.data.uncollate import split_examples
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.global_rows import rows_context
 from jaxbucket.train.loss import Mode, rows_of
 from jaxbucket.train.model_loss import check_parameters, comparison
 from jaxbucket.train.pmap import PmapStep
-from jaxbucket.train.prediction_epoch import check_epoch, run_epoch, sequence_names
+from jaxbucket.train.prediction_epoch import check_epoch, run_epoch
+from jaxbucket.train.prediction_outputs import OutputSequences
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import Values, check_unchanged, values_after
 
@@ -50,9 +52,11 @@ def make_predict_step(
       [[2.0, 6.0], [4.0, 0.0]]
 
     Args:
-      predict_fn: `(model, batch) -> outputs`, a dict of `[B, ...]` arrays. The outputs
-        of a row must not depend on other rows, unless it reaches them by `gather_rows`
-        or `sum_over_rows`. They then depend on the batches of the schedule.
+      predict_fn: `(model, batch) -> outputs`, a dict of `[B, ...]` arrays. Outputs
+        `[B, T, ...]` have their padding where `batch` has it; after
+        `jb.attention.left_padded`, move it back by `right_padded`. The outputs of a row
+        must not depend on other rows, unless it reaches them by `gather_rows` or
+        `sum_over_rows`. They then depend on the batches of the schedule.
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices: "jit", "shard_map" or "pmap". Results are
         equal.
@@ -111,7 +115,7 @@ def predict(
     state: Any,
     batches: train.MeshLoader,
     *,
-    sequences: Sequence[str] | None = None,
+    sequences: Sequences = None,
     progress: bool = True,
 ) -> list[dict[str, np.ndarray] | None]:
     """Returns the outputs for all examples of the source, in the order of the source.
@@ -137,11 +141,13 @@ def predict(
       steps: the step from `make_predict_step`, optionally compiled by `compile_steps`.
       state: a state that holds the model; it needs no optimizer.
       batches: the batches of exactly one epoch, in which each example appears once.
-      sequences: the outputs whose padding is removed; by default all outputs that have
-        shape `[B, T, ...]` in every batch. Pass their names if the plan has a single
-        bucket and the second axis of another output may also have length T. If rows are
-        packed, all other outputs have shape `[B, S, ...]`, with an entry for each of
-        the `max_segments` S that a row may hold.
+      sequences: the outputs whose padding is removed, or the name of one; `[]` if there
+        are none. If examples have several sequences, a mapping from each to its
+        outputs. By default all outputs of shape `[B, T, ...]` in every batch; required
+        if all batches have the same T and an output has this shape, because it may have
+        T values that are not padded. If rows are packed, all other outputs have shape
+        `[B, S, ...]`, with an entry for each of the `max_segments` S that a row may
+        hold.
       progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -150,42 +156,30 @@ def predict(
 
     Raises:
       ValueError: if `batches` is not a `MeshLoader`, is not exactly one epoch, or
-        leaves out or repeats an example; if the processes have different batches; or if
-        `sequences` names an output that is not a sequence.
+        leaves out or repeats an example; if the processes have different batches; if
+        `sequences` names an output that is not a sequence; or if it is not known
+        whether an output is padded.
     """
     epoch = check_epoch(batches)
-    schedule = batches.schedule
-    if isinstance(sequences, str):
-        sequences = [sequences]
-    padded: set[str] | None = None if sequences is None else set(sequences)
-    examples: list[dict[str, np.ndarray] | None] = [None] * len(schedule.lengths)
-    is_packed = schedule.max_segments is not None
+    max_segments = batches.schedule.max_segments
+    is_uniform = len({indices.bucket.seq_len for indices in epoch}) == 1
+    names = OutputSequences(sequences, max_segments)
+    outputs: list[tuple[np.ndarray, Batch]] = []
     for indices, output in run_epoch(steps, state, batches, epoch, progress):
-        names = sequence_names(output)
-        if sequences is None:
-            padded = names if padded is None else padded & names
-        elif not names.issuperset(sequences):
-            raise ValueError(
-                f"`sequences={list(sequences)}` must name outputs of shape "
-                f"[B, T, ...]. Choose from {sorted(names)}."
-            )
-        # In rows of one example, padding is removed at the end, because a later batch
-        # may show that an output is not a sequence.
-        rows = unbatch(
-            output,
-            sequences=sequences if is_packed else (),
-            max_segments=schedule.max_segments,
-        )
-        present = indices.rows[indices.rows != EMPTY_ROW]
+        names.add(output)
+        if is_uniform:
+            # Other batches have the same T, so an error need not wait for them.
+            names.keys()
+        outputs.append((indices.rows[indices.rows != EMPTY_ROW], output))
+    # Padding is removed at the end, because a later batch may show that an output is
+    # not a sequence.
+    keys = names.keys()
+    num_examples = len(batches.schedule.lengths)
+    examples: list[dict[str, np.ndarray] | None] = [None] * num_examples
+    for present, output in outputs:
+        rows = split_examples(output, keys, max_segments)
         for index, example in zip(present, rows, strict=True):
             examples[index] = example
-    if is_packed:
-        return examples
-    last = schedule.plan.max_seq_len
-    for example, length in zip(examples, schedule.lengths, strict=True):
-        if example is not None:
-            for name in padded or ():
-                example[name] = example[name][: min(int(length), last)]
     return examples
 
 
@@ -195,8 +189,17 @@ def _checked(outputs: Any, num_rows: int) -> dict[str, jax.Array]:
             f"`predict_fn` returned a value of type {type(outputs).__name__}. Return a "
             "dict of arrays."
         )
+    if not outputs:
+        raise ValueError(
+            "`predict_fn` returned no outputs. Return a dict with at least one array."
+        )
     for name, value in outputs.items():
-        shape = getattr(value, "shape", ())
+        if not hasattr(value, "shape"):
+            raise ValueError(
+                f"`predict_fn` returned {name!r} as a {type(value).__name__}. Outputs "
+                "must be arrays; give the arrays in it names of their own."
+            )
+        shape = value.shape
         if not shape or shape[0] != num_rows:
             raise ValueError(
                 f"`predict_fn` returned {name!r} with shape {list(shape)}. Its first "

@@ -71,7 +71,7 @@ def check_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
 
 def _check_once(schedule: Schedule, epoch: Sequence[BatchIndices]) -> None:
     """Raises a ValueError unless each example that the plan keeps is in one row."""
-    expected = (schedule.plan.assign(schedule.lengths) >= 0).astype(np.int64)
+    expected = (schedule.plan.assign(schedule.columns) >= 0).astype(np.int64)
     rows = np.concatenate([indices.rows for indices in epoch])
     counts = np.bincount(rows[rows != EMPTY_ROW], minlength=len(expected))
     if not np.array_equal(counts, expected):
@@ -168,9 +168,3 @@ def _check_output(output: Any, bucket: Bucket) -> None:
             f"`steps` returned outputs of bucket {output.bucket} for a batch of "
             f"{bucket}. Compile the step for the buckets of the plan of `batches`."
         )
-
-
-def sequence_names(batch: Batch) -> set[str]:
-    """Returns the names of the outputs of shape `[B, T, ...]`."""
-    shape = (batch.bucket.batch_size, batch.bucket.seq_len)
-    return {name for name, x in batch.features.items() if x.shape[:2] == shape}

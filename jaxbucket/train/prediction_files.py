@@ -1,19 +1,18 @@
-"""Outputs for every example in files, which an interrupted job resumes.
+"""Writes the outputs for every example into files, and resumes an interrupted job.
 
-There is one `.npy` file per output, with all examples in the order of the source. Each
-row has the place of its example, so writing it a second time changes nothing. The first
-process of the mesh writes all files.
+The row of an example in a file depends on the example alone, so writing it a second
+time changes nothing. The first process of the mesh writes all files.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import pathlib
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+import uuid
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,77 +20,33 @@ import numpy as np
 # `train.MeshLoader` is imported on first use, because its module imports Grain.
 from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
+from jaxbucket.base.checks import check_seconds
 from jaxbucket.base.position import DataPosition
-from jaxbucket.data.example import listed_names
-from jaxbucket.data.uncollate import unbatch
+from jaxbucket.data.example import Sequences
+from jaxbucket.data.uncollate import split_examples
+from jaxbucket.schedule.base import Schedule
+from jaxbucket.train.prediction_arrays import (
+    check_output,
+    new_array,
+    offsets_file,
+)
 from jaxbucket.train.prediction_epoch import (
     check_epoch,
     raised_in_all,
     run_epoch,
     values_of_devices,
 )
+from jaxbucket.train.prediction_outputs import OutputSequences, given_names
+from jaxbucket.train.predictions import (
+    WRITTEN,
+    Manifest,
+    OutputFile,
+    Predictions,
+)
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.state_checksum import checksum
 
-_MANIFEST, _WRITTEN, _OFFSETS = "predictions.json", "written.npy", "offsets.npy"
-# A file in the directory, which is not hidden.
-_FILE_NAME = re.compile(r"[^./\\\0][^/\\\0]*")
-
-
-class Predictions:
-    """The outputs in a directory that `write_predictions` has written.
-
-    It is a sequence with an entry for each example of the source: a dict of arrays, or
-    None if the example has no outputs (yet). Files are mapped into memory, so only what
-    is accessed is read.
-
-    Args:
-      directory: the directory.
-
-    Attributes:
-      arrays: output -> `[N, ...]` for the N examples of the source; for sequences
-        `[total, ...]`, the tokens of all examples one after another.
-      offsets: `[N + 1]` int64: tokens `offsets[i]` to `offsets[i + 1]` of a sequence
-        are those of example i.
-      written: `[N]` bool, whether an example has outputs.
-
-    Raises:
-      ValueError: if the directory has no predictions.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]):
-        folder = pathlib.Path(directory)
-        manifest = _read_manifest(folder)
-        if manifest is None:
-            raise ValueError(
-                f"`directory={str(directory)!r}` has no {_MANIFEST}. Pass a directory "
-                "that `write_predictions` has written."
-            )
-        self._sequences = {x for x, y in manifest["outputs"].items() if y["sequence"]}
-        self.arrays: dict[str, np.ndarray] = {
-            name: _open_array(folder / f"{name}.npy", "r")
-            for name in manifest["outputs"]
-        }
-        self.offsets: np.ndarray = _open_array(folder / _OFFSETS, "r")
-        self.written: np.ndarray = _open_array(folder / _WRITTEN, "r")
-
-    def __len__(self) -> int:
-        return len(self.written)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray] | None:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"There is no example {index} among {len(self)}.")
-        index = range(len(self))[index]
-        if not self.written[index]:
-            return None
-        start, end = self.offsets[index : index + 2]
-        return {
-            name: x[start:end] if name in self._sequences else x[index]
-            for name, x in self.arrays.items()
-        }
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray] | None]:
-        return (self[index] for index in range(len(self)))
+_START_AGAIN = "Choose a different directory, or delete it to start again."
 
 
 def write_predictions(
@@ -100,15 +55,16 @@ def write_predictions(
     state: TrainState,
     batches: train.MeshLoader,
     *,
-    sequences: str | Sequence[str] = (),
+    sequences: Sequences = None,
     save_seconds: float = 30.0,
     progress: bool = True,
 ) -> Predictions:
     """Writes the outputs for all examples into files, in the order of the source.
 
     If the directory has predictions of the same batches, only the missing ones are
-    computed; a job that was interrupted is resumed by calling it again. All processes
-    of the mesh must call this function; the first of them writes the files.
+    computed; a job that was interrupted is resumed by calling it again. The function
+    that predicts is not compared: if it has changed, choose a different directory. All
+    processes of the mesh must call this function; the first of them writes the files.
 
     Example:
       >>> import tempfile, jaxbucket as jb
@@ -129,13 +85,17 @@ def write_predictions(
 
     Args:
       directory: a directory for the files, created if it does not exist: one `.npy`
-        file per output, "offsets.npy", "written.npy" and "predictions.json".
+        file per output (and one of offsets, if it is a sequence), "written.npy" and
+        "predictions.json".
       steps: the step from `make_predict_step`, optionally compiled by `compile_steps`.
       state: a state that holds the model; it needs no optimizer.
       batches: the batches of exactly one epoch, in which each example appears once.
       sequences: the outputs of shape `[B, T, ...]` whose padding is removed, or the
-        name of one.
-      save_seconds: the time between two points from which the job can be resumed.
+        name of one; `[]` if there are none. If examples have several sequences, a
+        mapping from each to its outputs. Required if an output of the first batch has
+        this shape, unless rows are packed.
+      save_seconds: the seconds between two points from which the job can be resumed. A
+        job that is killed before the first of them starts again.
       progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -143,18 +103,20 @@ def write_predictions(
 
     Raises:
       ValueError: if `batches` is not exactly one epoch with each example once; if the
-        directory has predictions of other batches, with the change, or of another
-        state, by a checksum of its parameters and variables; if outputs have
-        other names, shapes or dtypes than before; or if an output has a dtype that
+        directory has predictions of other batches, with the change, of another epoch,
+        or of another state, by a checksum of its parameters and variables; if another
+        job writes into it; if outputs have other names, shapes or dtypes than before,
+        or it is not known whether they are padded; or if an output has a dtype that
         files cannot hold, a name that files cannot have, or the name of a file that
         this function has not written.
       RuntimeError: if another process could not write or open the files.
     """
     folder = pathlib.Path(directory)
     checked_state(state)
+    check_seconds("save_seconds", save_seconds)
     epoch = check_epoch(batches)
     mesh, per_step = batches.mesh, len(epoch) // len(batches)
-    files = _Files(folder, batches, state, listed_names(sequences))
+    files = _Files(folder, batches, state, sequences)
     first = files.first_step()
     rest = batches.resume(batches.position(first))
     remaining = epoch[(first - batches.start_step) * per_step :]
@@ -168,8 +130,9 @@ def write_predictions(
             if is_due and number % per_step == per_step - 1:
                 files.save(first + number // per_step + 1)
                 saved = time.monotonic()
-    with raised_in_all(mesh):
-        files.save(batches.start_step + len(batches))
+    if remaining:
+        with raised_in_all(mesh):
+            files.save(batches.start_step + len(batches))
     with raised_in_all(mesh):
         return Predictions(folder)
 
@@ -182,57 +145,74 @@ class _Files:
         folder: pathlib.Path,
         batches: train.MeshLoader,
         state: TrainState,
-        sequences: list[str],
+        sequences: Sequences,
     ):
-        schedule = batches.schedule
-        if sequences and schedule.plan.sequences:
-            raise ValueError(
-                f"`sequences={sequences}` is not supported for examples with "
-                "several lengths. Return outputs without a T axis."
-            )
-        kept = schedule.plan.assign(schedule.lengths) >= 0
-        lengths = np.minimum(schedule.lengths, schedule.plan.max_seq_len)
-        self._offsets = np.concatenate([[0], np.cumsum(np.where(kept, lengths, 0))])
         self._folder = folder
         self._batches = batches
+        self._schedule = batches.schedule
         self._sequences = sequences
         self._checksum = checksum((state.params, state.frozen, state.variables))
         owners = [device.process_index for device in batches.mesh.devices.flat]
         # The index of a device of the process that writes.
         self._writer = owners.index(min(owners))
         self._is_writer = jax.process_index() == min(owners)
+        # The manifest that this job has read or written last.
+        self._manifest: Manifest | None = None
+        # Output -> its sequence, if it is one; None before the first output.
+        self._keys: dict[str, str] | None = None
+        # Output that is a sequence -> `[N + 1]` places of the examples in its file.
+        self._offsets: dict[str, np.ndarray] = {}
         # Output -> its file.
         self._arrays: dict[str, np.memmap] = {}
         self._written: np.memmap | None = None
 
     def first_step(self) -> int:
         """Returns the step to continue at, the same on all processes."""
-        step = self._batches.start_step
+        start = step = self._batches.start_step
         with raised_in_all(self._batches.mesh):
             if self._is_writer:
                 _create_folder(self._folder)
-                if (manifest := _read_manifest(self._folder)) is not None:
-                    if manifest["checksum"] != self._checksum:
-                        raise ValueError(
-                            f"{self._folder} has predictions of a state with other "
-                            "parameters or variables. Choose a different directory, "
-                            "or delete it to start again."
-                        )
-                    position = DataPosition.from_dict(manifest["position"])
-                    step = self._batches.resume(position).start_step
-                    self._open(manifest["outputs"])
+                self._manifest = Manifest.read(self._folder)
+                if self._manifest is not None:
+                    step = self._step_of(self._manifest)
+                    # Nothing to resume: the files will be created again.
+                    if step > start:
+                        self._open(self._manifest)
         steps = values_of_devices(self._batches.mesh, np.array([step], np.uint32))
         return int(steps[self._writer, 0])
+
+    def _step_of(self, manifest: Manifest) -> int:
+        """Returns the step of a manifest, if it is one of the same predictions."""
+        position = DataPosition.from_dict(manifest.position)
+        start = self._batches.start_step
+        if changes := position.changes(self._batches.position(position.step)):
+            raise ValueError(
+                f"{self._folder} has predictions of other batches (written -> now): "
+                f"{'; '.join(changes)}. {_START_AGAIN}"
+            )
+        is_within = start <= position.step <= start + len(self._batches)
+        if manifest.first_step != start or not is_within:
+            raise ValueError(
+                f"{self._folder} has predictions of another epoch, which starts at "
+                f"step {manifest.first_step}, but `batches` starts at step {start}. "
+                f"Pass a loader with `start_step={manifest.first_step}`, or choose a "
+                "different directory."
+            )
+        if manifest.checksum != self._checksum:
+            raise ValueError(
+                f"{self._folder} has predictions of a state with other parameters or "
+                f"variables. {_START_AGAIN}"
+            )
+        return position.step
 
     def write(self, indices: BatchIndices, output: Batch) -> None:
         """Writes the outputs of a batch, if this process is the one that writes."""
         if not self._is_writer:
             return
-        examples = unbatch(
-            output,
-            sequences=self._sequences,
-            max_segments=self._batches.schedule.max_segments,
-        )
+        if self._keys is None:
+            self._find_sequences(output)
+        assert self._keys is not None
+        examples = split_examples(output, self._keys, self._schedule.max_segments)
         if not examples:
             return
         if self._written is None:
@@ -246,99 +226,124 @@ class _Files:
             )
         present = indices.rows[indices.rows != EMPTY_ROW].tolist()
         for index, example in zip(present, examples, strict=True):
-            start, end = self._offsets[index : index + 2]
-            for name, array in self._arrays.items():
-                value = example[name]
-                is_sequence = name in self._sequences
-                shape = (end - start, *array.shape[1:])[0 if is_sequence else 1 :]
-                if (value.shape, value.dtype) != (shape, array.dtype):
-                    raise ValueError(
-                        f"`steps` returned {name!r} as {value.dtype}"
-                        f"{list(value.shape)} for example {index}, but "
-                        f"{array.dtype}{list(shape)} is expected. Name outputs of "
-                        "shape [B, T, ...] in `sequences`; to change outputs, choose "
-                        "a different directory."
-                    )
-                if is_sequence:
-                    array[start:end] = value
-                else:
-                    array[index] = value
+            for name, value in example.items():
+                self._write_value(index, name, value)
         self._written[present] = True
+
+    def _find_sequences(self, output: Batch) -> None:
+        outputs = OutputSequences(self._sequences, self._schedule.max_segments)
+        outputs.add(output)
+        self._keys = outputs.keys()
+        self._offsets = {n: _offsets(self._schedule, k) for n, k in self._keys.items()}
+        if self._manifest is not None and self._written is not None:
+            self._check_sequences(self._manifest, list(self._keys))
+
+    def _check_sequences(self, manifest: Manifest, names: list[str]) -> None:
+        """Raises a ValueError unless the same outputs are sequences as before."""
+        before = sorted(n for n, x in manifest.outputs.items() if x.is_sequence)
+        if before != sorted(names):
+            raise ValueError(
+                f"{self._folder} has outputs with `sequences={before}`. Pass the same, "
+                "or choose a different directory."
+            )
+
+    def _write_value(self, index: int, name: str, value: np.ndarray) -> None:
+        array = self._arrays[name]
+        place, shape = index, array.shape[1:]
+        if name in self._offsets:
+            start, end = self._offsets[name][index : index + 2].tolist()
+            place, shape = slice(start, end), (end - start, *shape)
+        if (value.shape, value.dtype) != (shape, array.dtype):
+            raise ValueError(
+                f"`steps` returned {name!r} as {value.dtype}{list(value.shape)} for "
+                f"example {index}, but {array.dtype}{list(shape)} is expected. Name "
+                "outputs of shape [B, T, ...] in `sequences`; to change outputs, "
+                "choose a different directory."
+            )
+        array[place] = value
 
     def save(self, step: int) -> None:
         """Records that the outputs of all steps before `step` are written."""
-        if self._written is None:
+        if self._written is None or self._manifest is None:
             return
         for array in (*self._arrays.values(), self._written):
             array.flush()
-        outputs = {
-            name: {
-                "dtype": array.dtype.str,
-                "shape": list(array.shape[1:]),
-                "sequence": name in self._sequences,
-            }
-            for name, array in self._arrays.items()
-        }
-        manifest = {
-            "outputs": outputs,
-            "position": self._batches.position(step).to_dict(),
-            "checksum": self._checksum,
-        }
-        text = json.dumps(manifest, indent=2)
-        # Replaced atomically, so that a killed job leaves a valid file.
-        temporary = self._folder / f"{_MANIFEST}.tmp"
-        temporary.write_text(text + "\n")
-        temporary.replace(self._folder / _MANIFEST)
+        position = self._batches.position(step).to_dict()
+        self._replace_manifest(dataclasses.replace(self._manifest, position=position))
+
+    def _replace_manifest(self, manifest: Manifest) -> None:
+        """Saves a manifest, unless another job has changed it."""
+        found = Manifest.read(self._folder)
+        if (found and found.job) != (self._manifest and self._manifest.job):
+            raise ValueError(
+                f"Another job writes into {self._folder}. Stop it and start this one "
+                "again, or choose a different directory for each job."
+            )
+        manifest.save(self._folder)
+        self._manifest = manifest
 
     def _create(self, example: dict[str, np.ndarray]) -> None:
-        self._check_new(example)
-        num_examples, total = len(self._offsets) - 1, int(self._offsets[-1])
-        # The first file, because it shows that the others are not foreign.
-        self._written = _new_array(
-            self._folder / _WRITTEN, np.dtype(bool), num_examples
-        )
-        np.save(self._folder / _OFFSETS, self._offsets)
-        for name, value in example.items():
-            shape = (num_examples, *value.shape)
-            if name in self._sequences:
-                shape = (total, *value.shape[1:])
-            self._arrays[name] = _new_array(
-                self._folder / f"{name}.npy", value.dtype, *shape
-            )
-
-    def _check_new(self, example: dict[str, np.ndarray]) -> None:
-        """Raises a ValueError unless files can be created for these outputs."""
-        for name, value in example.items():
-            is_reserved = f"{name}.npy" in (_WRITTEN, _OFFSETS)
-            if is_reserved or not _is_file_name(name):
-                why = "is reserved" if is_reserved else "cannot be a file name"
-                raise ValueError(
-                    f"`steps` returned an output named {name!r}, which {why}. Outputs "
-                    "are written to files of their names. Rename it."
-                )
-            if not _can_be_saved(value.dtype):
-                raise ValueError(
-                    f"`steps` returned {name!r} as {value.dtype}, which `.npy` files "
-                    "do not support. Convert it, for instance to float32."
-                )
+        """Creates the files for outputs like those of an example."""
+        manifest = self._first_manifest(example)
+        old = set() if self._manifest is None else self._manifest.files()
+        new = manifest.files()
+        _check_none_exists(self._folder, new - old)
+        # Saved first, because it shows that the files are not foreign.
+        self._replace_manifest(manifest)
+        # Removed, because another job may still have the old files open.
+        for file in old | new:
+            (self._folder / file).unlink(missing_ok=True)
+        for name, file in manifest.outputs.items():
             path = self._folder / f"{name}.npy"
-            if path.exists() and not (self._folder / _WRITTEN).exists():
-                raise ValueError(
-                    f"{path} was not written by `write_predictions`. Rename the output "
-                    f"{name!r}, or choose a different directory."
-                )
+            self._arrays[name] = new_array(path, np.dtype(file.dtype), file.shape)
+        for name, offsets in self._offsets.items():
+            np.save(self._folder / offsets_file(name), offsets)
+        self._written = new_array(
+            self._folder / WRITTEN, np.dtype(bool), [manifest.num_examples]
+        )
 
-    def _open(self, outputs: dict[str, Any]) -> None:
+    def _first_manifest(self, example: dict[str, np.ndarray]) -> Manifest:
+        """Returns the manifest of files in which nothing is complete."""
+        num_examples = len(self._schedule.lengths)
+        outputs = {}
+        for name, value in example.items():
+            check_output(name, value)
+            is_sequence = name in self._offsets
+            shape = [num_examples, *value.shape]
+            if is_sequence:
+                shape = [int(self._offsets[name][-1]), *value.shape[1:]]
+            outputs[name] = OutputFile(value.dtype.str, shape, is_sequence)
+        start = self._batches.start_step
+        position = self._batches.position(start).to_dict()
+        job = uuid.uuid4().hex
+        return Manifest(outputs, num_examples, start, position, self._checksum, job)
+
+    def _open(self, manifest: Manifest) -> None:
         """Opens the files of an interrupted job."""
-        sequences = sorted(x for x, y in outputs.items() if y["sequence"])
-        if sequences != sorted(self._sequences):
-            raise ValueError(
-                f"{self._folder} has outputs with `sequences={sequences}`. Pass the "
-                "same, or choose a different directory."
-            )
-        self._written = _open_array(self._folder / _WRITTEN, "r+")
-        for name in outputs:
-            self._arrays[name] = _open_array(self._folder / f"{name}.npy", "r+")
+        if self._sequences is not None:
+            self._check_sequences(manifest, given_names(self._sequences))
+        # This checks the offsets, too.
+        Predictions(self._folder)
+        self._written = manifest.open_written(self._folder, "r+")
+        for name in manifest.outputs:
+            self._arrays[name] = manifest.open_output(self._folder, name, "r+")
+        if manifest.position["step"] < self._batches.start_step + len(self._batches):
+            job = uuid.uuid4().hex
+            self._replace_manifest(dataclasses.replace(manifest, job=job))
+
+
+def _offsets(schedule: Schedule, key: str) -> np.ndarray:
+    """Returns `[N + 1]` places of the examples in a file of their tokens.
+
+    Args:
+      schedule: the schedule.
+      key: the sequence of the tokens, if examples have several.
+    """
+    plan, lengths = schedule.plan, schedule.columns
+    kept, lengths = plan.assign(lengths) >= 0, plan.truncated(lengths)
+    if plan.sequences:
+        lengths = lengths[:, plan.sequences.index(key)]
+    return np.concatenate([[0], np.cumsum(np.where(kept, lengths, 0), dtype=np.int64)])
 
 
 def _create_folder(folder: pathlib.Path) -> None:
@@ -351,47 +356,11 @@ def _create_folder(folder: pathlib.Path) -> None:
         ) from None
 
 
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and bool(_FILE_NAME.fullmatch(name))
-
-
-def _new_array(path: pathlib.Path, dtype: np.dtype, *shape: int) -> np.memmap:
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
-    if hasattr(os, "posix_fallocate"):
-        # Otherwise a full disk would kill the process when a page is written.
-        with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
-
-
-def _open_array(path: pathlib.Path, mode: Literal["r", "r+"]) -> np.memmap:
-    try:
-        return np.lib.format.open_memmap(path, mode=mode)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(
-            f"{path} is missing or damaged: {error}. Delete the directory to start "
-            "again."
-        ) from None
-
-
-def _can_be_saved(dtype: np.dtype) -> bool:
-    description = np.lib.format.dtype_to_descr(dtype)
-    return np.lib.format.descr_to_dtype(description) == dtype
-
-
-def _read_manifest(folder: pathlib.Path) -> dict[str, Any] | None:
-    path = folder / _MANIFEST
-    if not path.exists():
-        return None
-    try:
-        manifest = json.loads(path.read_text())
-        return {
-            "outputs": dict(manifest["outputs"]),
-            "position": dict(manifest["position"]),
-            "checksum": int(manifest["checksum"]),
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged or foreign: {error!r}. Delete the directory to start "
-            "again, or choose a different one."
-        ) from None
+def _check_none_exists(folder: pathlib.Path, files: set[str]) -> None:
+    """Raises a ValueError if there is a file that this module has not written."""
+    for file in sorted(files):
+        if (folder / file).exists():
+            raise ValueError(
+                f"{folder / file} was not written by `write_predictions`. Rename the "
+                "file or the output, or choose a different directory."
+            )

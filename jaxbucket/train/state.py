@@ -9,16 +9,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import linen, nnx
-from flax.core import unfreeze
 from flax.training.dynamic_scale import DynamicScale
+from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxbucket.optim.average import average_of
+from jaxbucket.optim.average import average_of, check_average_is_last
 from jaxbucket.sharding import check_mesh, replicate
 from jaxbucket.train.linen_variables import init_linen
+from jaxbucket.train.model_checks import (
+    as_arrays,
+    check_optimizer,
+    check_unused,
+    checked_collections,
+    checked_parameters,
+    checked_predicate,
+    checked_scale,
+)
+from jaxbucket.train.process_agreement import check_same, spans_processes
+from jaxbucket.train.state_checksum import checksum
 
 
 @functools.partial(
@@ -70,6 +80,9 @@ class TrainState:
     @property
     def average(self) -> TrainState:
         """This state with the averages of its parameters, for evaluation.
+
+        Everything else is shared with this state. To train from it, copy it:
+        `create_state(state.average, tx, mesh)`.
 
         Raises:
           ValueError: if the optimizer does not contain `jb.optim.average_params`.
@@ -136,7 +149,8 @@ def create_state(
         devices of the parameters. Parameters that are already sharded over the mesh, or
         by `linen.with_partitioning`, stay sharded; pass `state_sharding=` to the step.
       sample: for a Linen module, the argument to initialize it with, or a tuple of its
-        positional arguments. Of arrays, only the shape and the dtype are used.
+        positional arguments. Of arrays, only the shape and the dtype are used. Python
+        values, such as True, are passed on.
       rngs: for a Linen module, the key or dict of keys to initialize it with; by
         default `jax.random.key(0)`.
       variables: for plain parameters, further collections that losses update. Losses
@@ -146,30 +160,36 @@ def create_state(
         a tuple of names. Gradients and optimizer states are only computed for these.
       loss_scale: scales losses against underflow in float16, for instance
         `flax.training.dynamic_scale.DynamicScale()`. Updates with infinite gradients
-        are skipped, and lower the scale. By default that of a `TrainState`, or None.
+        are skipped, and lower the scale. By default that of a `TrainState`, or None;
+        `dataclasses.replace(state, loss_scale=None)` has none.
 
     Raises:
       ValueError: if `model` is neither a module nor parameters; if it is a Linen module
         and there is no `sample`; if an argument does not apply to this kind of model;
-        if `wrt` selects no parameters; or if `loss_scale` is not a positive scale.
+        if parameters contain variables that are not parameters; if `wrt` selects no
+        parameters; if `loss_scale` is out of range; if `average_params` is not the last
+        transformation of `tx`; or if the model differs between processes.
     """
-    _check_optimizer(tx)
+    if tx is not None:
+        check_optimizer(tx)
     if isinstance(model, type):
         raise ValueError(f"`model` is the class {model.__name__}. Pass an instance.")
     graphdef = None
     if isinstance(model, TrainState):
-        _check_unused("a state", sample=sample, rngs=rngs, variables=variables)
+        check_unused("a state", sample=sample, rngs=rngs, variables=variables)
         state, model = model, model.model
         if loss_scale is None:
             loss_scale = state.loss_scale
         if isinstance(state.variables, dict):
             model, variables = model["params"], state.variables
     if isinstance(model, nnx.Module):
-        _check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
+        check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
         # A filter of a path also selects variables that are not parameters.
-        trained = nnx.Param if wrt is None else nnx.All(nnx.Param, _predicate(wrt))
+        trained = (
+            nnx.Param if wrt is None else nnx.All(nnx.Param, checked_predicate(wrt))
+        )
         graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
-        params, frozen, others = map(_as_arrays, states)
+        params, frozen, others = map(as_arrays, states)
     else:
         if isinstance(model, linen.Module):
             if variables is not None:
@@ -185,40 +205,32 @@ def create_state(
                     "`sample=` to initialize it, for instance `sample="
                     'batches.specs[bucket].features["tokens"]`.'
                 )
-            keys = jax.random.key(0) if rngs is None else rngs
-            others = init_linen(model, sample, keys, mesh)
+            others = init_linen(model, sample, rngs, mesh)
             params = others.pop("params")
         else:
-            _check_unused("plain parameters", sample=sample, rngs=rngs)
-            params, others = _checked(model), _checked_collections(variables)
+            check_unused("plain parameters", sample=sample, rngs=rngs)
+            params, others = checked_parameters(model), checked_collections(variables)
         params, frozen = _split(params, wrt)
     if wrt is not None and not jax.tree.leaves(params):
         raise ValueError(
             f"`wrt={wrt!r}` selects no parameters. Pass a filter such as "
             '`nnx.PathContains("head")`, or a function of the path and the value.'
         )
+    opt_state = () if tx is None else tx.init(params)
+    check_average_is_last(opt_state)
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         frozen=frozen,
         variables=others,
-        opt_state=() if tx is None else tx.init(params),
-        loss_scale=None if loss_scale is None else _checked_scale(loss_scale),
+        opt_state=opt_state,
+        loss_scale=None if loss_scale is None else checked_scale(loss_scale),
         graphdef=graphdef,
     )
     if mesh is None:
         # Copied, because steps donate the state.
         return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
     return _on_mesh(state, mesh)
-
-
-def _check_optimizer(tx: Any) -> None:
-    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise ValueError(
-            f"`tx` is a {type(tx).__name__}. Pass an optimizer of optax, such as "
-            "`optax.adam(1e-3)`, or None for evaluation: `create_state(model, "
-            "mesh=mesh)`."
-        )
 
 
 def checked_state(state: Any) -> TrainState:
@@ -239,6 +251,7 @@ def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
     leaves, structure = jax.tree.flatten(state)
     is_sharded = [_is_sharded(x, mesh) for x in leaves]
     others = [x for x, y in zip(leaves, is_sharded, strict=True) if not y]
+    _check_same_in_processes(others, mesh)
     replicated = iter(replicate(others, mesh))
     return jax.tree.unflatten(
         structure,
@@ -249,70 +262,30 @@ def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
+def _check_same_in_processes(leaves: list[Any], mesh: Mesh) -> None:
+    """Raises a ValueError if processes have different values to replicate."""
+    if spans_processes(mesh):
+        values = [x for x in leaves if not isinstance(x, Tracer)]
+        local = [x for x in values if x.is_fully_addressable]
+        number = checksum(jax.device_put(local, jax.local_devices()[0]))
+        check_same(
+            mesh,
+            {"model": number},
+            "Initialize it from the same seed, or load the same parameters, in all "
+            "processes.",
+        )
+
+
 def _is_sharded(leaf: Any, mesh: Mesh) -> bool:
     sharding = getattr(leaf, "sharding", None)
     return getattr(sharding, "mesh", None) == mesh and not leaf.is_fully_replicated
-
-
-def _checked(params: Any) -> Any:
-    """Returns plain parameters as arrays."""
-    if isinstance(params, Mapping) and "batch_stats" in params:
-        raise ValueError(
-            "`model` has batch statistics, which would be trained as parameters. Pass "
-            'the module and `sample=`, or `create_state(variables["params"], tx, mesh, '
-            'variables={"batch_stats": variables["batch_stats"]})`.'
-        )
-    leaves = jax.tree.leaves(params)
-    if not leaves or not all(map(_is_array, leaves)):
-        raise ValueError(
-            f"`model` is a {type(params).__name__}. Pass an NNX module, a Linen module "
-            "with `sample=`, or parameters."
-        )
-    return _as_arrays(params)
-
-
-def _checked_collections(variables: Mapping[str, Any] | None) -> Any:
-    """Returns collections of variables as arrays, or ()."""
-    if variables is None:
-        return ()
-    if not isinstance(variables, Mapping) or "params" in variables:
-        raise ValueError(
-            "`variables` must be a dict of the collections beside the parameters, such "
-            'as {"batch_stats": ...}, without "params".'
-        )
-    return _as_arrays(unfreeze(dict(variables)))
-
-
-def _checked_scale(loss_scale: Any) -> DynamicScale:
-    """Returns a loss scale as arrays."""
-    if not isinstance(loss_scale, DynamicScale):
-        raise ValueError(
-            f"`loss_scale={loss_scale!r}` is a {type(loss_scale).__name__}. Pass "
-            "`flax.training.dynamic_scale.DynamicScale(scale=...)`."
-        )
-    if not 0 < loss_scale.scale < float("inf"):
-        raise ValueError(
-            f"`loss_scale` has scale={loss_scale.scale}, which must be positive and "
-            "finite. Use a power of two, such as 2.0**16."
-        )
-    return jax.tree.map(jnp.float32, loss_scale)
-
-
-def _as_arrays(tree: Any) -> Any:
-    # The weak dtype of a Python number would become a strong one in the first step, and
-    # the second step would be compiled again.
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.number | float | int)
 
 
 def _split(params: Any, wrt: Any) -> tuple[Any, Any]:
     """Returns the parameters to train and the others, each with None for the rest."""
     if wrt is None:
         return params, ()
-    selects = _predicate(wrt)
+    selects = checked_predicate(wrt)
     trained = jax.tree.map_with_path(
         lambda path, x: bool(selects(tuple(map(_key_name, path)), x)), params
     )
@@ -320,16 +293,6 @@ def _split(params: Any, wrt: Any) -> tuple[Any, Any]:
         jax.tree.map(lambda x, is_trained: x if is_trained else None, params, trained),
         jax.tree.map(lambda x, is_trained: None if is_trained else x, params, trained),
     )
-
-
-def _predicate(wrt: Any) -> Any:
-    try:
-        return nnx.filterlib.to_predicate(wrt)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"`wrt={wrt!r}` is not a filter of NNX. Pass for instance "
-            '`nnx.PathContains("head")`, or a function of the path and the value.'
-        ) from error
 
 
 def _joined(params: Any, frozen: Any) -> Any:
@@ -350,11 +313,3 @@ def _key_name(key: Any) -> Any:
         if hasattr(key, attribute):
             return getattr(key, attribute)
     return str(key)
-
-
-def _check_unused(kind: str, **arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(
-                f"`{name}` was passed for {kind}, which does not use it. Leave it out."
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxbucket.compile.events import record_arguments
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.accumulation import accumulating_step
 from jaxbucket.train.gradients import gradient_sums
+from jaxbucket.train.local_batch_norm import without_local_batch_norm
 from jaxbucket.train.loss import (
     LossFn,
     Metrics,
@@ -22,6 +24,7 @@ from jaxbucket.train.loss import (
     mean_metrics,
     sum_over_batch,
 )
+from jaxbucket.train.model_checks import check_optimizer
 from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
 from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState
@@ -101,10 +104,11 @@ def make_train_step(
       loss's own sums.
 
     Raises:
-      ValueError: if the mode or an axis is unknown, the seed is out of range, or
-        `accumulate` is not a bool; with "pmap", if the state is sharded or the devices
-        of a process are not adjacent in the mesh; when traced, if the loss breaks the
-        contract.
+      ValueError: if the mode or an axis is unknown, the seed is out of range, `tx` is
+        not an optimizer, or `accumulate` is not a bool; with "pmap", if the state is
+        sharded or the devices of a process are not adjacent in the mesh; when traced,
+        if the loss breaks the contract, the state is of another optimizer, or Flax's
+        `BatchNorm` would normalize by the rows of each device.
       TypeError: when traced, if a tuple of micro-batches is passed without
         `accumulate`.
     """
@@ -113,15 +117,18 @@ def make_train_step(
             f"`accumulate={accumulate!r}` must be True or False. Pass the number of "
             "micro-batches to the schedule: `BatchSchedule(accumulate=...)`."
         )
+    check_optimizer(tx)
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(
             "`state_sharding` is not supported by `mode='pmap'`, under which every "
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
+    axes = axis_names(mesh, batch_axes)
+    if mode != "jit" and math.prod(mesh.shape[axis] for axis in axes) > 1:
+        loss_fn = without_local_batch_norm(loss_fn, mode)
     local_sums = gradient_sums(loss_fn, check_rules(variable_rules))
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
-    axes = axis_names(mesh, batch_axes)
     replicated = NamedSharding(mesh, PartitionSpec())
     if state_sharding is None:
         state_sharding = replicated

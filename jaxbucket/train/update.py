@@ -15,6 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.gradients import all_finite
 from jaxbucket.train.loss import Metrics, mean_metrics
+from jaxbucket.train.model_checks import LARGEST_SCALE, SMALLEST_SCALE, check_state_of
 from jaxbucket.train.state import TrainState
 from jaxbucket.train.variables import Values, by_path, with_values
 
@@ -33,6 +34,7 @@ def updater(
     def update(
         state: TrainState, grads: Any, sums: Metrics, new_variables: Values
     ) -> tuple[TrainState, Metrics]:
+        check_state_of(tx, state.params, state.opt_state)
         metrics = mean_metrics(sums)
         # With zero weight, the mean gradient is zero; with infinite weight, it is NaN.
         divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
@@ -102,8 +104,8 @@ def _next_scale(dynamic: DynamicScale, is_finite: jax.Array) -> DynamicScale:
     larger = jnp.where(grows, dynamic.scale * dynamic.growth_factor, dynamic.scale)
     smaller = dynamic.scale * dynamic.backoff_factor
     scale = jnp.where(is_finite, larger, smaller)
-    # The inverse of a scale beyond these limits would be subnormal.
-    scale = jnp.clip(scale, dynamic.minimum_scale, 2.0**126)
+    smallest = max(dynamic.minimum_scale or 0, SMALLEST_SCALE)
+    scale = jnp.clip(scale, smallest, LARGEST_SCALE)
     steps = jnp.where(is_finite & ~grows, dynamic.fin_steps + 1, 0)
     return dynamic.replace(fin_steps=steps, scale=scale)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxbucket.train.global_rows import Rows, WholeBatch, current_rows, in_single
 
@@ -44,6 +45,11 @@ def check_rules(rules: Mapping[Kind, Rule] | None) -> dict[Kind, Rule]:
             raise ValueError(
                 f"`variable_rules` has the key {kind!r}. Use the name of a Linen "
                 "collection, or a type of NNX variables such as `nnx.BatchStat`."
+            )
+        if is_overwritten(kind):
+            raise ValueError(
+                f"`variable_rules` has the key {kind!r}, whose new values are their "
+                "gradients. They are combined without a rule; leave it out."
             )
         if rule not in get_args(Rule):
             raise ValueError(
@@ -81,7 +87,7 @@ def values_after(variables: Any, model: Any, returned: Any) -> Values:
         )
     new_values = by_path(dict(returned))
     if unknown := sorted(new_values.keys() - old_values.keys()):
-        known = sorted({str(kind) for _, kind, _ in _leaves(variables)})
+        known = sorted({str(kind) for _, kind, _ in leaves_with_kind(variables)})
         raise ValueError(
             f"`loss_fn` returned the variable {unknown[0]}, which is not among the "
             f"collections of the state, {known}. Return only those that change, such "
@@ -112,7 +118,7 @@ def combine_variables(
         changed or does not support its rule.
     """
     combined = {}
-    for path, kind, old in _leaves(variables):
+    for path, kind, old in leaves_with_kind(variables):
         rule, new = _rule(kind, rules), new_values[path]
         if rule is not None:
             _check_like(path, new, old, rule)
@@ -141,7 +147,7 @@ def check_unchanged(
       new_values: their values after it.
       are_same: as for `combine_variables`.
     """
-    for path, kind, old in _leaves(variables):
+    for path, kind, old in leaves_with_kind(variables):
         if new_values[path] is not old and not are_same()[path]:
             raise ValueError(
                 f"`{function}` changes {path}, of {_describe(kind)}, but the variables "
@@ -173,7 +179,7 @@ def with_values(variables: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
-def _leaves(variables: Any) -> Iterator[tuple[str, Kind, Any]]:
+def leaves_with_kind(variables: Any) -> Iterator[tuple[str, Kind, Any]]:
     """Yields the path, the kind and the value of every variable."""
     for path, variable in jax.tree.leaves_with_path(
         variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
@@ -183,6 +189,13 @@ def _leaves(variables: Any) -> Iterator[tuple[str, Kind, Any]]:
             kind = type(variable)
         for inner, leaf in jax.tree.leaves_with_path(variable):
             yield jax.tree_util.keystr((*path, *inner)), kind, leaf
+
+
+def is_overwritten(kind: Kind) -> bool:
+    """Returns whether the gradients of a kind of variables are their new values."""
+    # A Linen module in an NNX model has a variable type of the same name.
+    name = kind if isinstance(kind, str) else kind.__name__
+    return name == OVERWRITE_WITH_GRADIENT
 
 
 def by_path(tree: Any) -> Values:

@@ -75,3 +75,35 @@ def test_several_sequences_are_refused():
     batch = jb.Batch({}, {"a": ids, "b": ids}, {"a": ids, "b": ids})
     with pytest.raises(ValueError, match=r"`batch` has the sequences \['a', 'b'\]"):
         jb.attention.left_padded(batch)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_padding_is_moved_back(transform):
+    batch = make_batch()
+    back = transform(jb.attention.right_padded)(jb.attention.left_padded(batch))
+    jax.tree.map(np.testing.assert_array_equal, back, batch)
+    left = jb.attention.left_padded(batch)
+    back = jb.attention.right_padded(left, sequences="y")
+    np.testing.assert_array_equal(back.features["x"], left.features["x"])
+    np.testing.assert_array_equal(back.features["y"], batch.features["y"])
+
+
+def test_outputs_that_are_moved_back_are_predicted():
+    source = [{"x": np.array(row, np.int32)} for row in ROWS if row]
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2)
+    mesh = jb.data_mesh(jax.devices()[:1])
+
+    def predict_fn(params, batch):
+        left = jb.attention.left_padded(batch)
+        outputs = {"y": 2 * left.features["x"]}
+        return jb.attention.right_padded(left._replace(features=outputs)).features
+
+    outputs = jb.predict(
+        jb.make_predict_step(predict_fn, mesh),
+        jb.create_state({"w": np.float32(1)}, mesh=mesh),
+        jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh),
+    )
+    assert [x["y"].tolist() for x in outputs] == [
+        [2 * i for i in row] for row in ROWS if row
+    ]

@@ -117,15 +117,14 @@ def test_next_tokens_never_cross_examples():
 
 
 def test_next_tokens_of_several_sequences():
-    example = {"inputs": [7, 3, 5], "targets": [9, 8], "kind": [1, 2]}
+    example = {"inputs": [7, 3, 5], "targets": [9, 8], "kind": [1, 2], "w": [1.0, 2.0]}
     batch = jb.data.collate_rows(
         [[example, example]],
-        jb.Bucket(1, 13),
-        sequences={"inputs": ["inputs"], "targets": ["targets", "kind"]},
-        capacities={"inputs": 7, "targets": 6},
+        jb.Bucket(1, {"inputs": 7, "targets": 6}),
+        sequences={"inputs": ["inputs"], "targets": ["targets", "kind", "w"]},
         max_segments=2,
     )
-    result = jb.next_tokens(batch, "targets", loss_weights="kind")
+    result = jb.next_tokens(batch, "targets", loss_weights="w")
     assert result.targets.tolist() == [[8, 0, 8, 0, 0, 0]]
     assert result.weights.tolist() == [[2, 0, 2, 0, 0, 0]]
     result = jb.next_tokens(batch, "kind", sequence="targets")
@@ -201,3 +200,25 @@ def test_tokens_must_be_named_if_there_are_several_integer_features():
     with pytest.raises(ValueError, match=r"`name` is required.*\['labels', 'tokens'\]"):
         jb.next_tokens(batch)
     assert jb.next_tokens(batch, "tokens").targets.tolist() == [[4, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([-100, 2, 3], r"feature of int\d+, which may be tokens.*use `labels != -100`"),
+        ([-1.0, 0.5, 1.0], "`loss_weights='w'` has negative weights. Let the source"),
+    ],
+)
+def test_labels_are_not_loss_weights(weights, message):
+    batch = jb.data.collate_rows([{"x": [7, 3, 9], "w": weights}], jb.Bucket(1, 4))
+    with pytest.raises(ValueError, match=message):
+        jb.next_tokens(batch, "x", loss_weights="w")
+    with pytest.raises(ValueError, match="`loss_weights` is a ndarray, not the name"):
+        jb.next_tokens(batch, "x", loss_weights=batch.features["w"])
+
+
+def test_loss_weights_may_be_booleans():
+    example = {"x": [7, 3, 9], "w": [False, False, True]}
+    batch = jb.data.collate_rows([example], jb.Bucket(1, 4))
+    weights = jb.next_tokens(batch, "x", loss_weights="w").weights
+    assert weights.tolist() == [[0, 1, 0, 0]]

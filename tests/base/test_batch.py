@@ -1,5 +1,6 @@
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -58,6 +59,11 @@ def test_validity_is_derived_from_segment_ids():
     assert batch.num_tokens == 5
     # Two examples in the first row, one in the second, none in the third.
     assert batch.num_examples == 3
+
+
+def test_the_mask_of_shapes_is_a_shape():
+    spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed())
+    assert spec.mask == jax.ShapeDtypeStruct((3, 6), bool)
 
 
 def test_as_dict_uses_the_names_of_grain_and_maxtext():

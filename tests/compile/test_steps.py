@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState as FlaxTrainState
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
@@ -821,6 +823,55 @@ def test_the_message_names_the_constant_of_the_state_that_differs():
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         steps(dataclasses.replace(state, rate=0.25), batch)
+
+
+def make_flax_state():
+    params = {"w": jnp.ones(1)}
+    state = FlaxTrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    return jb.sharding.replicate(state, ONE)
+
+
+def test_a_state_with_functions_is_compiled_but_not_saved(tmp_path):
+    def step(state, batch):
+        return state, batch.num_tokens
+
+    with pytest.warns(
+        RuntimeWarning, match="serialized: .* `compile_steps.*xla_cache="
+    ):
+        jb.compile_steps(step, make_flax_state(), small_specs(), executables=tmp_path)
+
+
+def test_the_message_names_the_object_of_the_state_that_differs():
+    def step(state, batch):
+        return state, batch.num_tokens
+
+    steps = jb.compile_steps(step, make_flax_state(), small_specs())
+    message = (
+        "`tx` of `TrainState` in `state` is another object than the one that [8, 4] "
+        "was compiled for. Reuse the same objects, such as `tx` and `apply_fn`"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        steps(make_flax_state(), small_batch(SMALL.buckets[0]))
+
+
+def test_the_message_says_how_to_evaluate_a_state_of_fine_tuning():
+    def loss_fn(params, batch, keys):
+        total = jnp.sum(batch.features["x"] * params["w"], where=batch.mask)
+        return total + params["b"], batch.num_tokens
+
+    params = {"w": np.float32(1), "b": np.float32(0)}
+    state = jb.create_state(params, optax.adam(0.1), ONE)
+    tuned = jb.create_state(state, optax.adam(0.1), ONE, wrt=nnx.PathContains("b"))
+    step = jb.make_eval_step(loss_fn, ONE)
+    batch = small_batch(SMALL.buckets[0])
+    message = (
+        r"`state.frozen\['w'\]` did not exist .* `jb.create_state\(state, mesh=mesh"
+    )
+    with pytest.raises(ValueError, match=message):
+        jb.compile_steps(step, state, small_specs())(tuned, batch)
+    bare = jb.create_state(state, mesh=ONE)
+    steps = jb.compile_steps(step, bare, small_specs())
+    assert steps(jb.create_state(tuned, mesh=ONE), batch) == steps(bare, batch)
 
 
 def test_a_state_on_a_different_device_is_refused():

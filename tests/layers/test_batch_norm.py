@@ -103,3 +103,9 @@ def test_devices_cannot_be_selected():
     layer = jb.layers.LinenBatchNorm(axis_name="data", use_running_average=False)
     with pytest.raises(ValueError, match="`axis_name='data'` is not supported"):
         layer.init(jax.random.key(0), jnp.ones((2, F)))
+
+
+def test_features_must_have_one_axis():
+    layer = jb.layers.LinenBatchNorm(axis=(-2, -1), use_running_average=False)
+    with pytest.raises(ValueError, match=r"`axis=\(-2, -1\)` is not supported"):
+        layer.init(jax.random.key(0), jnp.ones((2, 3, 4)))

@@ -63,3 +63,47 @@ def test_an_optimizer_without_an_average_is_named():
     state = jb.create_state({"w": np.ones(2)}, optax.adam(1.0))
     with pytest.raises(ValueError, match=r"no average.* `optax.chain\(optax.adam"):
         print(state.average)
+
+
+@pytest.mark.parametrize("decay", ["a", None, jnp.float32(0.5)])
+def test_a_decay_that_is_not_a_number_is_refused(decay):
+    with pytest.raises(ValueError, match="`decay` is a .*static_args"):
+        jb.optim.average_params(decay)
+
+
+AVERAGE = jb.optim.average_params(0.5)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(AVERAGE, optax.sgd(1.0)),
+        optax.chain(optax.sgd(1.0), AVERAGE, optax.identity()),
+        optax.chain(optax.chain(optax.sgd(1.0), AVERAGE), optax.scale(2.0)),
+        optax.MultiSteps(optax.chain(AVERAGE, optax.sgd(1.0)), 2),
+        optax.partition({"a": optax.chain(AVERAGE, optax.sgd(1.0))}, {"x": "a"}),
+    ],
+)
+def test_an_average_that_is_not_last_is_refused(tx):
+    params = {"x": jnp.ones(1)}
+    with pytest.raises(ValueError, match="`average_params` is number . of . .* last"):
+        jb.create_state(params, tx)
+    with pytest.raises(ValueError, match="Put it last"):
+        jb.optim.average_of(tx.init(params))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        AVERAGE,
+        optax.chain(optax.sgd(1.0), optax.chain(optax.identity(), AVERAGE)),
+        optax.MultiSteps(optax.chain(optax.sgd(1.0), AVERAGE), 2),
+        optax.inject_hyperparams(
+            lambda learning_rate: optax.chain(optax.sgd(learning_rate), AVERAGE)
+        )(0.5),
+        optax.partition({"a": optax.chain(optax.sgd(1.0), AVERAGE)}, {"x": "a"}),
+    ],
+)
+def test_an_average_inside_of_wrappers_is_found(tx):
+    state = jb.create_state({"x": jnp.ones(1)}, tx)
+    assert state.average.params["x"] == 1

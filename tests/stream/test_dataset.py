@@ -659,6 +659,53 @@ def test_hosts_with_processes_resume_at_every_step(seed, options):
             assert_same(rest, steps[start:])
 
 
+def test_processes_that_read_the_same_examples_are_refused():
+    lengths = np.array([3, 5, 2, 7])
+    plan = jb.BucketPlan.from_shapes([(4, 8)])
+    threads = Threads(2)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                stream(lengths),
+                plan,
+                pool_size=4,
+                lengths=lengths,
+                shard=jb.base.batch.RowShard((index,), 2),
+                processes=threads.of(index),
+            )
+        )
+        for index in range(2)
+    ]
+
+    def refused(host):
+        with pytest.raises(ValueError, match="same 4 examples.*shard=jb.sharding.loc"):
+            next(host)
+        return True
+
+    assert (
+        in_threads([functools.partial(refused, host) for host in hosts]) == [True] * 2
+    )
+
+
+def test_a_stream_is_not_resumed_by_another_number_of_processes():
+    lengths = np.array([3, 5, 2, 7])
+    plan = jb.BucketPlan.from_shapes([(4, 8)])
+    options = {"pool_size": 8, "lengths": lengths}
+    of_one = jb.stream_batches(stream(lengths), plan, **options)
+    of_two = jb.stream_batches(
+        stream(lengths),
+        plan,
+        **options,
+        shard=jb.base.batch.RowShard((0,), 2),
+        processes=Threads(2).of(0),
+    )
+    message = "was read by 2 processes, and now by 1. Streams resume only with the same"
+    with pytest.raises(ValueError, match=message):
+        of_two.position(3).check_same(of_one.position(3))
+    with pytest.raises(ValueError, match="parts 1 -> 2.* only with the same number"):
+        iter(of_two).set_state(iter(of_one).get_state())
+
+
 def padded(steps) -> int:
     return sum(batch.mask.size for micro in steps for batch in micro)
 
@@ -1819,7 +1866,8 @@ def test_positions_compare_options_but_not_streams():
     assert one.fingerprint == same_one.fingerprint
     other = jb.stream_batches(stream(np.array([3])), PLAN, **given, seed=1)
     assert one.fingerprint != other.fingerprint
-    with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
+    message = "schedule seed 0 -> 1. Restore .* pass `plan={0: old, step: new}`"
+    with pytest.raises(ValueError, match=message):
         one.position(3).check_same(other.position(3))
     again = jb.data.DataPosition.from_dict(
         json.loads(json.dumps(one.position(3).to_dict()))
@@ -1904,9 +1952,11 @@ def test_an_epoch_that_cannot_be_opened_is_named(error):
     )
     with pytest.raises(RuntimeError, match="Epoch 1 of the stream cannot be opened"):
         list(dataset)
-    other = jb.stream_batches(lambda epoch, seed: [1, 2], plan, pool_size=4)
-    with pytest.raises(ValueError, match="is a list, not a `grain.IterDataset`"):
-        list(other)
+    for dataset, remedy in (([1, 2], "grain.Map"), (iter([1, 2]), "jb.stream.from_l")):
+        other = jb.stream_batches(lambda epoch, seed, x=dataset: x, plan, pool_size=4)
+        message = f"is a list.*, not a `grain.IterDataset`. Return `{remedy}"
+        with pytest.raises(ValueError, match=message):
+            list(other)
 
 
 def test_a_stop_iteration_does_not_shorten_a_sample():

@@ -506,13 +506,79 @@ def test_a_generator_is_read_once():
     assert indices(resumed) == list(range(2, len(LENGTHS)))
 
 
-def test_a_loader_that_has_become_shorter_is_named():
+def test_a_loader_of_another_length_is_named():
     iterator = iter(jb.stream.from_loader(make_examples()))
     indices(iterator)
     state = iterator.get_state()
-    shorter = iter(jb.stream.from_loader(make_examples()[:50]))
-    with pytest.raises(ValueError, match="`loader` has fewer than 100 elements"):
-        shorter.set_state(state)
+    for examples, change in (
+        (make_examples()[:50], "fewer"),
+        (make_examples() * 2, "more"),
+    ):
+        other = iter(jb.stream.from_loader(examples))
+        with pytest.raises(ValueError, match=f"`loader` has {change} than 100 elem"):
+            other.set_state(state)
+    same = iter(jb.stream.from_loader(make_examples()))
+    same.set_state(state)
+    assert not list(same)
+
+
+class Counter:
+    """A loader with a state."""
+
+    def __init__(self):
+        self.next_index = 0
+
+    def __iter__(self):
+        for index in range(self.next_index, len(LENGTHS)):
+            self.next_index = index + 1
+            yield make_examples()[index]
+        self.next_index = 0
+
+    def state_dict(self):
+        return {"next": self.next_index}
+
+    def load_state_dict(self, state):
+        self.next_index = state["next"]
+
+
+def test_replaying_ignores_a_state_that_was_saved():
+    iterator = iter(jb.stream.from_loader(Counter()))
+    assert indices([next(iterator) for _ in range(7)]) == list(range(7))
+    state = json.loads(json.dumps(iterator.get_state()))
+    assert state["loader"] is not None
+    for loader in (make_examples(), Counter()):
+        resumed = iter(jb.stream.from_loader(loader, resume="replay"))
+        resumed.set_state(state)
+        assert indices(resumed) == list(range(7, len(LENGTHS)))
+    with pytest.raises(ValueError, match="a list, has none.*`resume='replay'` if"):
+        iter(jb.stream.from_loader(make_examples())).set_state(state)
+
+
+class Batches(list):
+    """Like the loader of PyTorch."""
+
+    batch_size = 4
+
+
+def test_a_loader_of_batches_is_not_one_of_examples():
+    with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`.*`batched=T"):
+        jb.stream.from_loader(Batches())
+    assert indices(jb.stream.from_loader(Batches([make_examples()]), batched=True))
+
+
+def test_default_batches_of_torch_are_refused_if_they_are_transposed():
+    loader = torch_data().DataLoader
+    rows = [{"x": [10 * i + j for j in range(6)]} for i in range(8)]
+    pairs = [(f"s{i}", f"t{i}") for i in range(8)]
+    for dataset, message in ((rows, "column 'x' is a list"), (pairs, "list of tuples")):
+        batches = jb.stream.from_loader(loader(dataset, batch_size=4), batched=True)
+        with pytest.raises(ValueError, match=message):
+            next(iter(batches))
+    for batch_size, refused in ((None, False), (1, True)):
+        try:
+            jb.stream.from_loader(loader(rows, batch_size=batch_size))
+        except ValueError:
+            assert refused
 
 
 class WithState(list):
@@ -561,7 +627,21 @@ class WithState(list):
             lambda: list(
                 jb.stream.from_loader([[np.ones((2, 3)), np.ones(2)]], batched=True)
             ),
-            "yields a list of arrays, .* list of dicts .`collate_fn=list` .* columns",
+            "yields a list of arrays, .* list of dicts: .* `collate_fn=list` in",
+        ),
+        (
+            lambda: list(
+                jb.stream.from_loader([[("a", "b"), ("c", "d")]], batched=True)
+            ),
+            "yields a list of tuples, which may be the examples or the columns",
+        ),
+        (
+            lambda: list(
+                jb.stream.from_loader(
+                    [{"x": [np.array([1, 3]), np.array([2, 4])]}], batched=True
+                )
+            ),
+            "column 'x' is a list of arrays.* list of dicts: .*`with_format",
         ),
         (
             lambda: _state_after_one(WithState(make_examples())),
@@ -580,6 +660,22 @@ def _state_after_one(loader):
     return iterator.get_state()
 
 
+def test_a_shuffled_stream_of_hugging_face_is_warned_of_when_it_is_saved():
+    datasets = pytest.importorskip("datasets")
+    rows = [{"tokens": [i] * 8} for i in range(20)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    shuffled = stream.shuffle(seed=0, buffer_size=8).map(lambda x: x)
+    for loader, resume in ((stream, "state"), (shuffled, "replay")):
+        iterator = iter(jb.stream.from_loader(loader, resume=resume))
+        next(iterator)
+        iterator.get_state()
+    iterator = iter(jb.stream.from_loader(shuffled))
+    next(iterator)
+    with pytest.warns(UserWarning, match=r"shuffles through a buffer.*'replay'`"):
+        iterator.get_state()
+
+
+@pytest.mark.filterwarnings("ignore:`loader` shuffles through a buffer")
 def test_a_shuffled_stream_of_hugging_face_is_replayed_by_epoch():
     """Its state does not include the buffer, which resuming from it reveals."""
     datasets = pytest.importorskip("datasets")
@@ -611,6 +707,9 @@ def test_a_shuffled_stream_of_hugging_face_is_replayed_by_epoch():
             if resume == "replay":
                 iterator.set_state(state)
                 assert contents(iterator) == expected[step:]
-            else:
-                with pytest.raises(ValueError, match="`resume='replay'`"):
-                    iterator.set_state(state)
+                continue
+            with pytest.raises(ValueError, match="`resume='replay'`"):
+                iterator.set_state(state)
+            iterator = iter(batches_of("replay"))
+            iterator.set_state(state)
+            assert contents(iterator) == expected[step:]

@@ -129,6 +129,11 @@ TOGETHER = (
         next(iter(batches_of(stream(processes.index), seed=processes.index)))
     except ValueError as error:
         record("rejected", error)
+    # Both processes read the examples of the first.
+    try:
+        next(iter(batches_of(stream(0))))
+    except ValueError as error:
+        record("repeated", error)
 
     def fail(example):
         if processes.index == 1 and example["index"] == 150:
@@ -147,7 +152,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     lines = [run.recorded(index) for index in range(2)]
     steps = [printed_steps(run, index) for index in range(2)]
     check_each_example_once(steps, counts)
-    end, resumed, both, rejected = zip(
+    end, resumed, both, rejected, repeated = zip(
         *(x[len(steps[0]) :] for x in lines), strict=True
     )
     # All processes end at the same step, with the same parameters.
@@ -155,6 +160,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     assert resumed == ("resumed True True",) * 2
     assert both == ("both True",) * 2
     assert all("seed is 0 in process 0, 1 in 1" in text for text in rejected)
+    assert all("begin with the same 32 examples" in text for text in repeated)
     # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -92,6 +93,35 @@ def test_a_new_object_restores_what_an_earlier_one_saved(dataset, tmp_path):
         state, _, extra = checkpoints.restore(make_state(mesh))
     assert bits(state) == bits(make_state(mesh, seed=1))
     assert extra == {}
+
+
+@pytest.mark.parametrize("model", ["nnx", "plain"])
+def test_a_state_without_an_optimizer_is_restored_from_a_training_run(
+    dataset, tmp_path, model
+):
+    mesh = jb.data_mesh()
+
+    def make(tx=None, **options):
+        value = Net(4, nnx.Rngs(int(tx is None)))
+        if model == "plain":
+            value = {"w": np.full(3, int(tx is None), np.float32), "b": [np.ones(1)]}
+            options["variables"] = {"batch_stats": {"mean": np.ones(2)}}
+        return jb.create_state(value, tx, mesh, **options)
+
+    saved = make(optax.adam(1e-3), loss_scale=DynamicScale())
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(saved, dataset.position(5))
+        state, position, _ = checkpoints.restore(make())
+        assert state.opt_state == () and state.loss_scale is None
+        assert position.step == 5
+        for name in ("step", "params", "frozen", "variables"):
+            assert bits(getattr(state, name)) == bits(getattr(saved, name))
+        assert jax.tree.structure(state) == jax.tree.structure(make())
+        wider = jb.create_state(Net(5, nnx.Rngs(0)), mesh=mesh)
+        with pytest.raises(
+            ValueError, match="params.* Use the model, `wrt` and the op"
+        ):
+            checkpoints.restore(wider)
 
 
 def test_arrays_are_restored_into_the_requested_shardings(dataset, tmp_path):

@@ -165,6 +165,21 @@ def test_outputs_of_fixed_width_keep_their_shape():
     assert {output["scores"].shape for output in outputs} == {(width,)}
 
 
+def test_an_output_of_t_values_is_ambiguous_if_all_batches_have_the_same_t():
+    source, plan, schedule = indexed_job([3] * 10)
+    batches = jb.MeshLoader(source, schedule, ONE)
+
+    def outputs(params, batch):
+        return {"x": batch.features["x"], "vector": jnp.ones(batch.features["x"].shape)}
+
+    step, state = jb.make_predict_step(outputs, ONE), make_state(ONE)
+    with pytest.raises(ValueError, match=r"\['vector', 'x'\] with shape .*Pass those"):
+        jb.predict(step, state, batches)
+    for names, shapes in (("x", (3, 8)), ([], (8, 8)), (["x", "vector"], (3, 3))):
+        for got in jb.predict(step, state, batches, sequences=names):
+            assert (len(got["x"]), len(got["vector"])) == shapes
+
+
 def test_sequences_must_name_outputs_of_shape_b_t():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
@@ -317,6 +332,15 @@ def test_outputs_of_packed_rows_are_those_of_their_examples(mode):
     assert_same(jb.predict(step, make_state(mesh), batches), source)
 
 
+def test_outputs_of_packed_rows_have_an_entry_for_each_example():
+    source, schedule = packed_job()
+    mesh, _ = make_mesh("8")
+    batches = jb.MeshLoader(source, schedule, mesh)
+    step = jb.make_predict_step(lambda p, b: {"x": b.features["values"][:, 0]}, mesh)
+    with pytest.raises(ValueError, match=r"Return \[B, \d+, .*`jb.attention.exam"):
+        jb.predict(step, make_state(mesh), batches)
+
+
 def test_steps_must_return_outputs_of_the_same_bucket():
     source, _, schedule = indexed_job([3] * 40)
     batches = jb.MeshLoader(source, schedule, ONE)
@@ -336,6 +360,11 @@ def test_steps_must_return_outputs_of_the_same_bucket():
         (
             lambda p, b: b.features["values"],
             "type .* Return a dict of",
+        ),
+        (lambda p, b: {}, "returned no outputs. Return a dict with"),
+        (
+            lambda p, b: {"g": {"x": b.features["values"]}},
+            "'g' as a dict. Outputs must",
         ),
         (lambda p, b: {"x": jnp.float32(3)}, r"'x' with shape \[\]. Its first axis"),
         (

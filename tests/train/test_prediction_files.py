@@ -57,6 +57,7 @@ def test_files_have_all_outputs_in_the_order_of_the_source(tmp_path):
     assert outputs[-1]["total"] == outputs[len(source) - 1]["total"]
     with pytest.raises(IndexError, match="no example 130 among 130"):
         outputs[130]
+    assert [x["total"] for x in outputs[-2:]] == totals[-2:].tolist()
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 4, 8])
@@ -114,7 +115,10 @@ def test_a_manifest_of_another_program_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["written", "offsets", "", ".", "..", ".hidden", "a/b", "../a", "a\\b", "\0"],
+    [
+        *("written", "y.offsets", "", ".", "..", ".hidden", "a/b", "../a", "a\\b"),
+        *("\0", "a" * 300),
+    ],
 )
 def test_names_that_files_cannot_have_are_refused(tmp_path, name):
     def named(params, batch):
@@ -127,10 +131,15 @@ def test_names_that_files_cannot_have_are_refused(tmp_path, name):
 
 
 def test_files_of_others_are_not_overwritten(tmp_path):
-    np.save(tmp_path / "total.npy", np.arange(3))
-    with pytest.raises(ValueError, match=r"total.npy was not written by .* Rename the"):
-        write(tmp_path, make_batches()[1])
-    assert np.load(tmp_path / "total.npy").tolist() == [0, 1, 2]
+    for name in ("total", "written", "running.offsets"):
+        folder = tmp_path / name
+        folder.mkdir()
+        np.save(folder / f"{name}.npy", np.arange(3))
+        message = rf"{name}.npy was not written by .* Rename the"
+        with pytest.raises(ValueError, match=message):
+            write(folder, make_batches()[1])
+        assert [x.name for x in folder.iterdir()] == [f"{name}.npy"]
+        assert np.load(folder / f"{name}.npy").tolist() == [0, 1, 2]
 
 
 def test_a_directory_that_cannot_be_created_is_named(tmp_path):
@@ -223,7 +232,7 @@ def test_outputs_that_change_are_refused(tmp_path):
     _, batches = make_batches()
     with pytest.raises(ValueError, match=r"'running' as float32\[.*Name outputs of"):
         write(tmp_path, batches, sequences=())
-    with pytest.raises(ValueError, match="`sequences` names 'logits', which must be"):
+    with pytest.raises(ValueError, match=r"\['logits'\]` must name outputs of"):
         write(tmp_path, batches, sequences=["logits"])
 
 
@@ -380,7 +389,7 @@ def test_predictions_of_another_state_are_not_mixed(tmp_path):
             write(other)
 
 
-@pytest.mark.parametrize("name", ["total", "offsets", "written"])
+@pytest.mark.parametrize("name", ["total", "running.offsets", "written"])
 @pytest.mark.parametrize("change", ["truncate", "delete"])
 def test_damaged_files_are_named(tmp_path, name, change):
     _, batches = make_batches()
@@ -397,3 +406,186 @@ def test_damaged_files_are_named(tmp_path, name, change):
     message = rf"{name}.npy is missing or damaged: .* Delete the directory"
     with pytest.raises(ValueError, match=message):
         jb.train.Predictions(tmp_path)
+
+
+def interrupted(step, stop_after):
+    """The step, interrupted after a number of calls."""
+    calls = []
+
+    def call(state, batch):
+        if len(calls) == stop_after:
+            raise KeyboardInterrupt
+        calls.append(batch)
+        return step(state, batch)
+
+    return call
+
+
+def write_part(folder, batches, fn=predict_fn, stop_after=3, **options):
+    step = interrupted(jb.make_predict_step(fn, batches.mesh), stop_after)
+    with pytest.raises(KeyboardInterrupt):
+        write(folder, batches, steps=step, **options)
+
+
+@pytest.mark.parametrize("stop_after", [3, None])
+@pytest.mark.parametrize("epochs", [(0, 1), (1, 0)])
+def test_predictions_of_another_epoch_are_refused(tmp_path, epochs, stop_after):
+    source, batches = make_batches()
+    first, second = (
+        jb.MeshLoader(
+            source, batches.schedule, batches.mesh, start_step=epoch * len(batches)
+        )
+        for epoch in epochs
+    )
+    if stop_after:
+        write_part(tmp_path, first, stop_after=stop_after, save_seconds=0)
+    else:
+        write(tmp_path, first)
+    start = first.start_step
+    message = f"another epoch.* Pass a loader with `start_step={start}`"
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, second)
+    assert_right(write(tmp_path, first), source)
+
+
+def test_advice_for_other_batches_is_a_different_directory(tmp_path):
+    write(tmp_path, make_batches()[1])
+    with pytest.raises(ValueError, match="seed 0 -> 1. Choose a different directory"):
+        write(tmp_path, make_batches(seed=1)[1])
+
+
+@pytest.mark.parametrize("name", ["running", "total", "written", "running.offsets"])
+def test_files_that_are_too_short_are_not_extended(tmp_path, name):
+    _, batches = make_batches()
+    write_part(tmp_path, batches, save_seconds=0)
+    path = tmp_path / f"{name}.npy"
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(ValueError, match=rf"{name}.npy is missing or damaged"):
+        write(tmp_path, batches)
+    np.save(path, np.zeros(5, bool))
+    with pytest.raises(ValueError, match=r"damaged: it has bool\[5\] instead of"):
+        write(tmp_path, batches)
+
+
+def test_a_job_that_failed_before_it_saved_starts_again(tmp_path):
+    source, batches = make_batches()
+
+    def other(params, batch):
+        return {"other": batch.features["x"][:, 0]}
+
+    write_part(tmp_path, batches, other, sequences=None)
+    np.save(tmp_path / "total.npy", np.arange(3))
+    with pytest.raises(ValueError, match=r"total.npy was not written by"):
+        write(tmp_path, batches)
+    (tmp_path / "total.npy").unlink()
+    assert (tmp_path / "other.npy").exists()
+    assert_right(write(tmp_path, batches), source)
+    assert not (tmp_path / "other.npy").exists()
+
+
+@pytest.mark.parametrize("other", [2, 3])
+def test_two_jobs_do_not_share_a_directory(tmp_path, other):
+    """The first job has not saved when another one starts, with its model or not."""
+    source, batches = make_batches()
+    step = jb.make_predict_step(predict_fn, batches.mesh)
+    states = [
+        jb.create_state({"scale": np.float32(x)}, mesh=batches.mesh) for x in (3, other)
+    ]
+    options = {"sequences": "running", "progress": False}
+    calls = []
+
+    def slow(state, batch):
+        calls.append(batch)
+        if len(calls) == 4:
+            jb.train.write_predictions(tmp_path, step, states[1], batches, **options)
+        return step(state, batch)
+
+    message = "Another job writes" if other == 3 else "a state with other parameters"
+    with pytest.raises(ValueError, match=message):
+        jb.train.write_predictions(tmp_path, slow, states[0], batches, **options)
+    arguments = (tmp_path, step, states[0], batches)
+    assert_right(jb.train.write_predictions(*arguments, **options), source)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), None, "3"])
+def test_save_seconds_must_be_a_number_of_seconds(tmp_path, value):
+    with pytest.raises(ValueError, match=r"`save_seconds=.* Pass 0 or more"):
+        write(tmp_path, make_batches()[1], save_seconds=value)
+
+
+def test_sequences_must_be_named_if_shapes_do_not_tell_them(tmp_path):
+    _, batches = make_batches()
+    with pytest.raises(ValueError, match=r"\['running'\] with .*`, or `seq"):
+        write(tmp_path, batches, sequences=None)
+    assert not list(tmp_path.iterdir())
+
+    def total(params, batch):
+        return {"total": predict_fn(params, batch)["total"]}
+
+    assert write(tmp_path, batches, total, sequences=None)[0].keys() == {"total"}
+
+
+def test_outputs_of_several_sequences_are_written(tmp_path):
+    source, batches = pair_batches()
+    options = {"sequences": {"inputs": ["doubled"], "targets": ["next"]}}
+    write_part(tmp_path, batches, pair_fn, 1, save_seconds=0, **options)
+    outputs = write(tmp_path, batches, pair_fn, **options)
+    state = jb.create_state({"scale": np.float32(3)}, mesh=batches.mesh)
+    step = jb.make_predict_step(pair_fn, batches.mesh)
+    for results in (outputs, jb.predict(step, state, batches, **options)):
+        for got, example in zip(results, source, strict=True):
+            assert got["doubled"].tolist() == (2 * example["inputs"]).tolist()
+            assert got["next"].tolist() == (example["targets"] + 1).tolist()
+            assert got["index"] == example["index"]
+
+
+def test_outputs_without_t_need_no_names_of_several_sequences(tmp_path):
+    source, batches = pair_batches()
+
+    def index_fn(params, batch):
+        return {"index": batch.features["index"]}
+
+    state = jb.create_state({"scale": np.float32(3)}, mesh=batches.mesh)
+    step = jb.make_predict_step(index_fn, batches.mesh)
+    for results in (
+        write(tmp_path, batches, index_fn, sequences=None),
+        jb.predict(step, state, batches),
+    ):
+        assert [x["index"] for x in results] == [x["index"] for x in source]
+    for names in (["index"], {"inputs": ["index"]}, {"other": ["index"]}):
+        message = r"must name outputs of shape|Pass a mapping|has the keys \['other'\]"
+        with pytest.raises(ValueError, match=message):
+            jb.predict(step, state, batches, sequences=names)
+    step = jb.make_predict_step(pair_fn, batches.mesh)
+    with pytest.raises(ValueError, match=r"{'inputs': \['doubled', 'next'\]}`, or"):
+        jb.predict(step, state, batches)
+
+
+def pair_fn(params, batch):
+    return {
+        "doubled": 2 * batch.features["inputs"],
+        "next": batch.features["targets"] + 1,
+        "index": batch.features["index"],
+    }
+
+
+def pair_batches():
+    """Packed examples with two sequences, each with 8 tokens in a row."""
+    source = [
+        {
+            "inputs": np.full(1 + i % 3, i, np.int32),
+            "targets": np.full(1 + i % 4, i, np.int32),
+            "index": np.int32(i),
+        }
+        for i in range(24)
+    ]
+    lengths = {
+        name: jb.measure_lengths(source, sequences=[name], progress=False)
+        for name in ("inputs", "targets")
+    }
+    packing = jb.packing.pack(lengths, {"inputs": 8, "targets": 8})
+    plan = jb.plan_buckets(
+        packing.row_lengths, max_tokens=32, boundaries=packing.seq_lens
+    )
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    return source, jb.MeshLoader(source, schedule, jb.data_mesh(jax.devices()[:1]))

@@ -258,6 +258,11 @@ def test_parameters_without_an_average_are_taken_as_they_are():
     jax.tree.map(np.testing.assert_array_equal, moved.average.params, expected)
 
 
+class Normalized(nnx.Module):
+    def __init__(self):
+        self.norm = jb.layers.NnxBatchNorm(1, rngs=nnx.Rngs(0))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -313,7 +318,52 @@ def test_parameters_without_an_average_are_taken_as_they_are():
         ),
         (
             lambda: jb.create_state({"w": 1.0}, loss_scale=DynamicScale(scale=np.nan)),
-            "`loss_scale` has scale=nan, which must be positive and finite",
+            "`loss_scale` has scale=nan, which must be at least .* and at most",
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, loss_scale=DynamicScale(scale=1e-30)),
+            r"`loss_scale` has scale=1e-30, which must be at least 5.96.*e-08",
+        ),
+        *(
+            (
+                lambda options=options: jb.create_state(
+                    {"w": 1.0}, loss_scale=DynamicScale(**options)
+                ),
+                "`loss_scale` has backoff_factor=.*, which must be between 0 and 1",
+            )
+            for options in (
+                *({"backoff_factor": 1.0}, {"growth_factor": 0.5}),
+                {"growth_interval": 0},
+            )
+        ),
+        *(
+            (lambda model=model: jb.create_state(model), message)
+            for model, message in (
+                (
+                    {"net": Normalized()},
+                    r"is a dict with a Normalized.*Put modules into `nnx.Dict\(",
+                ),
+                ([Normalized()], "is a list with a Normalized, an NNX module"),
+                (nnx.state(Normalized()), "a State with a BatchStat, which would be"),
+                (
+                    nnx.Optimizer(Normalized(), optax.sgd(0.1), wrt=nnx.Param),
+                    "`model` is an nnx.Optimizer.* Pass the module",
+                ),
+                (
+                    FlaxTrainState.create(
+                        apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1)
+                    ),
+                    r"is a TrainState of Flax.*`create_state\(state.params, mesh=mesh",
+                ),
+                (
+                    {"params": {"w": jnp.ones(1)}, "counters": {"n": jnp.ones(1)}},
+                    r"collections \['counters'\].*variables=.\"counters\": variables",
+                ),
+            )
+        ),
+        (
+            lambda: jb.create_state({"w": 1.0}, wrt=lambda value: True),
+            "`wrt=.* is not a filter of NNX",
         ),
     ],
 )
@@ -549,6 +599,67 @@ def test_a_scale_has_limits():
     scale = DynamicScale(scale=2.0, minimum_scale=1.0)
     state, _ = run_scaled(times(jnp.inf), scale, num_steps=3)
     assert state.loss_scale.scale == 1
-    scale = DynamicScale(scale=2.0**125, growth_interval=1)
+    scale = DynamicScale(scale=2.0**59, growth_interval=1)
     state, _ = run_scaled(times(0.0), scale, num_steps=4)
-    assert state.loss_scale.scale == 2.0**126
+    assert state.loss_scale.scale == 2.0**60
+
+
+def test_a_scale_at_its_lower_limit_still_gives_gradients():
+    """It must not be so small that its inverse, or its product with 1 / 8, is lost."""
+    scale = DynamicScale(scale=2.0**-22)
+    state, _ = run_scaled(times(jnp.inf), scale, num_steps=4)
+    assert state.loss_scale.scale == 2.0**-24
+    _, (metrics,) = run_scaled(times(8.0), state.loss_scale)
+    assert metrics["skipped"] == 0 and metrics["grad_norm"] == 1
+
+
+def test_a_state_may_leave_its_loss_scale_behind():
+    state = jb.create_state({"w": 1.0}, loss_scale=DynamicScale())
+    assert jb.create_state(state).loss_scale is not None
+    without = dataclasses.replace(state, loss_scale=None)
+    assert jb.create_state(without).loss_scale is None
+
+
+# The optimizer of the state and that of the step
+
+
+SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
+WITH_AVERAGE = optax.chain(SGD, jb.optim.average_params(0.5))
+
+
+@pytest.mark.parametrize(
+    ("of_state", "of_step", "message"),
+    [
+        (
+            WITH_AVERAGE,
+            SGD,
+            r"`state.opt_state\[1\].* is of shape \[\], but absent",
+        ),
+        (MOMENTUM, SGD, "another optimizer than the step.*but absent in"),
+        (SGD, WITH_AVERAGE, "is missing, but of shape .* Pass the same `tx`"),
+        (None, SGD, "`state` has no optimizer. Make it with the one of the step"),
+    ],
+)
+def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step, message):
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
+    step = jb.make_train_step(times(1.0), of_step, mesh)
+    with pytest.raises(ValueError, match=message):
+        step(jb.create_state({"w": 1.0}, of_state, mesh), batch)
+
+
+def test_a_step_needs_an_optimizer():
+    with pytest.raises(ValueError, match="`tx` is a NoneType. Pass an optimizer"):
+        jb.make_train_step(times(1.0), None, jb.data_mesh())
+
+
+def test_an_optimizer_whose_initial_state_depends_on_values_is_accepted():
+    def init(params):
+        return {"largest": jnp.float32(max(float(x) for x in jax.tree.leaves(params)))}
+
+    tx = optax.GradientTransformation(init, lambda grads, state, params: (grads, state))
+    mesh = jb.data_mesh(jax.devices()[:1])
+    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
+    step = jb.make_train_step(times(1.0), tx, mesh)
+    state, _ = step(jb.create_state({"w": 1.0}, tx, mesh), batch)
+    assert state.opt_state["largest"] == 1

@@ -293,11 +293,14 @@ def test_steps_equal_plain_training_on_unpadded_examples(mode):
 
 
 def test_row_keys_depend_on_the_global_row_only():
-    whole = jax.random.key_data(row_keys(5, 7, 0, 8))
+    whole = jax.random.key_data(row_keys(5, 7, 8))
     assert len(np.unique(whole, axis=0)) == 8
-    traced = jax.jit(lambda step, first: row_keys(5, step, first, 2))
+    traced = jax.jit(lambda step, first: row_keys(5, step, 2, first_row=first))
     for first in range(0, 8, 2):
-        for keys in (row_keys(5, 7, first, 2), traced(jnp.int32(7), jnp.int32(first))):
+        for keys in (
+            row_keys(5, 7, 2, first_row=first),
+            traced(jnp.int32(7), jnp.int32(first)),
+        ):
             np.testing.assert_array_equal(
                 jax.random.key_data(keys), whole[first : first + 2]
             )
@@ -305,9 +308,9 @@ def test_row_keys_depend_on_the_global_row_only():
 
 def test_row_keys_do_not_depend_on_the_default_implementation():
     """The bits that rbg draws for a row would depend on the other rows."""
-    want = jax.random.key_data(row_keys(5, 7, 0, 4))
+    want = jax.random.key_data(row_keys(5, 7, 4))
     with jax.default_prng_impl("rbg"):
-        keys = row_keys(5, 7, 0, 4)
+        keys = row_keys(5, 7, 4)
     np.testing.assert_array_equal(jax.random.key_data(keys), want)
     doubled = jnp.tile(jax.random.key_data(keys), 2)
     assert jax.random.wrap_key_data(doubled, impl="rbg").shape == (4,)
@@ -315,11 +318,11 @@ def test_row_keys_do_not_depend_on_the_default_implementation():
 
 def test_row_keys_differ_by_seed_step_and_micro_batch():
     calls = [
-        row_keys(0, 0, 0, 4),
-        row_keys(1, 0, 0, 4),
-        row_keys(0, 1, 0, 4),
-        row_keys(0, 0, 0, 4, micro_batch=1),
-        row_keys(0, 0, 4, 4),
+        row_keys(0, 0, 4),
+        row_keys(1, 0, 4),
+        row_keys(0, 1, 4),
+        row_keys(0, 0, 4, micro_batch=1),
+        row_keys(0, 0, 4, first_row=4),
     ]
     data = np.concatenate([jax.random.key_data(keys) for keys in calls])
     assert len(np.unique(data, axis=0)) == 20
@@ -351,7 +354,7 @@ def test_dropout_is_the_same_on_every_mesh(layout, mode):
     source, schedule = setup_run()
     dataset = jb.batch_dataset(source, schedule, num_steps=5)
     for step, batch in enumerate(dataset):
-        keys = row_keys(0, step, 0, batch.bucket.batch_size)
+        keys = row_keys(0, step, batch.bucket.batch_size)
         bits = draw(keys, batch.bucket.seq_len)
         assert digests[step] == int(digest(bits, batch.features["label"]))
     # Floating point sums differ only because of their order.
@@ -1305,6 +1308,17 @@ def replicated_run():
     return state.params
 
 
+def test_pmap_refuses_a_state_that_is_sharded_already():
+    mesh = jb.data_mesh(jax.devices()[:2])
+    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec("data")))
+    state = jb.create_state({"w": w}, optax.sgd(0.1), mesh)
+    step = jb.make_train_step(loss_fn, optax.sgd(0.1), mesh, mode="pmap")
+    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(2, 2))
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
+    with pytest.raises(ValueError, match=r"`state.params\['w'\]` is sharded, but with"):
+        step(state, batch)
+
+
 def test_pmap_refuses_a_sharded_state():
     mesh = jb.data_mesh()
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -1638,7 +1652,7 @@ def test_x64_works_with_strict_promotion(mode):
 def test_seeds_that_agree_in_32_bits_have_different_keys():
     from jaxbucket.train.loss import row_keys
 
-    a, b = (jax.random.key_data(row_keys(s, 0, 0, 2)) for s in (5, 2**40 + 5))
+    a, b = (jax.random.key_data(row_keys(s, 0, 2)) for s in (5, 2**40 + 5))
     assert not np.array_equal(a, b)
 
 
@@ -1682,7 +1696,7 @@ def test_an_average_that_overflows_is_skipped(mode):
 def test_linen_batch_statistics_are_refused():
     variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
     with pytest.raises(
-        ValueError, match="`model` has batch statistics, which would be"
+        ValueError, match="`model` has the collections .*batch_stats.*, which would be"
     ):
         jb.create_state(variables, optax.sgd(0.1))
 

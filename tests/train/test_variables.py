@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh
 
 import jaxbucket as jb
@@ -453,3 +453,67 @@ def test_a_loss_that_does_not_return_batch_statistics_is_reported():
         step_once(loss, variables=stats)
     state = step_once(lambda *args: (*loss(*args), {}, {}), variables=stats)
     assert state.variables["batch_stats"]["mean"] == 3
+
+
+# Flax's own batch normalization
+
+
+class FlaxNormalized(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32(0.01))
+        self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+
+
+def flax_nnx(use_average):
+    def loss(model, batch, keys):
+        if use_average:
+            model.eval()
+        y = model.w[...] * batch.features["x"][..., None]
+        y = nnx.remat(lambda norm, y: norm(y))(model.norm, y)
+        return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens
+
+    return FlaxNormalized(), loss, {}
+
+
+def flax_linen(use_average):
+    class Module(linen.Module):
+        @linen.compact
+        def __call__(self, x, train):
+            return linen.remat(linen.BatchNorm, static_argnums=2)()(x, not train)
+
+    def loss(variables, batch, keys):
+        x = batch.features["x"][..., None]
+        y, new = Module().apply(variables, x, not use_average, mutable=["batch_stats"])
+        return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens, {}, new
+
+    return Module(), loss, {"sample": (np.ones((1, 1, 1), np.float32), True)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [flax_nnx, flax_linen])
+def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
+    tx = optax.sgd(0.1)
+    for num_devices, use_average in ((4, False), (4, True), (1, False)):
+        mesh = jb.data_mesh(jax.devices()[:num_devices])
+        module, loss, options = make(use_average)
+        state = jb.create_state(module, tx, mesh, **options)
+        step = jb.make_train_step(loss, tx, mesh, mode=mode)
+        batch = on_mesh(make_batch(), mesh)
+        if mode == "jit" or num_devices == 1 or use_average:
+            step(state, batch)
+        else:
+            with pytest.raises(
+                ValueError, match="BatchNorm`, whose statistics are.*mode="
+            ):
+                step(state, batch)
+
+
+def test_variables_as_third_value_are_refused():
+    def loss(variables, batch, keys):
+        total = variables["params"]["w"] * jnp.sum(batch.features["x"])
+        return total, batch.num_tokens, {"level": variables["level"]}
+
+    with pytest.raises(
+        ValueError, match=r"\['level'\] as its third .*weight, {}, new`"
+    ):
+        step_once(loss, variables={"level": {"x": np.float32(1)}})

@@ -186,7 +186,7 @@ def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
             rows = [r for r, i in enumerate(indices.rows.tolist()) if i >= 0]
             examples = [source[indices.rows[r]] for r in rows]
             bucket = indices.bucket
-            keys = row_keys(5, step, 0, bucket.batch_size, number)
+            keys = row_keys(5, step, bucket.batch_size, micro_batch=number)
             kept = draw(keys, bucket.seq_len)
             kept = [kept[r, : len(x["y"])] for r, x in zip(rows, examples, strict=True)]
             args = frozen, statistics, examples, jnp.concatenate(kept)

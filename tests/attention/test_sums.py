@@ -1,0 +1,64 @@
+"""Sums over examples, against numpy, in padded and packed rows."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+
+VALUES = [np.array(x, np.float32) for x in ([1, 2, 4], [8], [16, 32], [64])]
+example_sums = jb.attention.example_sums
+
+
+def examples():
+    return [{"x": x, "y": np.stack([x, -x], axis=1)} for x in VALUES]
+
+
+def test_rows_of_one_example_have_one_sum():
+    batch = jb.data.collate_rows([*examples(), None], jb.Bucket(5, 4), pad_value={})
+    sums = jax.jit(lambda x: example_sums(x.features["x"], x, None))(batch)
+    assert sums.tolist() == [7, 8, 48, 64, 0]
+    assert example_sums(batch.mask, batch, None).tolist() == [3, 1, 2, 1, 0]
+    wide = example_sums(batch.features["y"], batch, None)
+    assert wide.tolist() == [[x, -x] for x in sums]
+
+
+def test_packed_rows_have_a_sum_for_each_example():
+    first, second, third, fourth = examples()
+    rows = [[first, second], None, [third, fourth]]
+    batch = jb.data.collate_rows(
+        rows, jb.Bucket(3, 5), max_segments=3, pad_value={"x": 9}
+    )
+    sums = jax.jit(lambda x: example_sums(x.features["x"], x, 3))(batch)
+    assert sums.tolist() == [[7, 8, 0], [0, 0, 0], [48, 64, 0]]
+    counts = example_sums(batch.mask, batch, 3)
+    assert counts.tolist() == [[3, 1, 0], [0, 0, 0], [2, 1, 0]]
+    assert example_sums(batch.features["y"], batch, 3).shape == (3, 3, 2)
+
+
+def test_one_function_predicts_from_padded_and_packed_rows():
+    source, mesh = examples(), jb.data_mesh(jax.devices()[:1])
+    lengths = jb.measure_lengths(source, progress=False)
+    packing = jb.packing.pack(lengths, 4)
+    packed_plan = jb.plan_buckets(
+        packing.row_lengths, max_tokens=8, boundaries=packing.seq_lens
+    )
+    state = jb.create_state({"w": np.float32(1)}, mesh=mesh)
+    for schedule in (
+        jb.BatchSchedule(jb.plan_buckets(lengths, max_tokens=8), lengths),
+        jb.BatchSchedule(packed_plan, lengths, packing=packing),
+    ):
+
+        def predict_fn(params, batch, schedule=schedule):
+            x = batch.features["x"]
+            return {"sum": example_sums(x, batch, schedule.max_segments)}
+
+        step = jb.make_predict_step(predict_fn, mesh)
+        outputs = jb.predict(step, state, jb.MeshLoader(source, schedule, mesh))
+        assert [x["sum"] for x in outputs] == [7, 8, 48, 64]
+
+
+def test_every_token_needs_a_number():
+    batch = jb.data.collate_rows(examples(), jb.Bucket(4, 4))
+    with pytest.raises(ValueError, match=r"`x` has shape \[4\], .*here \[4, 4, '...'"):
+        example_sums(np.ones(4), batch, None)
