@@ -96,7 +96,7 @@ class Packing:
 
     @functools.cached_property
     def row_lengths(self) -> Any:
-        """`[R]` int64, the number of tokens in each row; by name if several sequences."""
+        """`[R]` int64, the number of tokens in each row; by name of a sequence."""
         if self.slot_parts is None:
             return self._row_tokens
         columns = np.add.reduceat(self.slot_parts, self.row_splits[:-1], dtype=np.int64)
