@@ -14,6 +14,7 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import check_parts, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.sequence_limits import SequenceLimits
 
@@ -87,14 +88,16 @@ is cheaper.
     """
     matrix = lengths_matrix(check_parts(lengths), limits.sequences)
     planned = limits.planned_lengths(matrix)
+    num_buckets = check_positive("num_buckets", num_buckets)
     shapes = search_shapes(
         planned,
-        check_positive("num_buckets", num_buckets),
+        num_buckets,
         limits.batch_sizes,
         limits.costs,
         multiples=limits.multiples,
         max_seq_lens=limits.max_seq_lens(matrix),
         must_hold_all=limits.must_hold_all,
+        starts=nested_shapes(planned, limits, num_buckets),
         accumulate=limits.accumulate,
     )
     return JointPlan(

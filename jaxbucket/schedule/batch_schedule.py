@@ -24,20 +24,19 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
-from jaxbucket.base.lengths import lengths_matrix, total_lengths
+from jaxbucket.base.lengths import total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
-from jaxbucket.schedule.balance import mean_imbalance
+from jaxbucket.schedule.balance import balance_rows, mean_imbalance
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import PackedRows
+from jaxbucket.schedule.packed_rows import PackedRows, row_lengths
 
-_PLAN_ROWS = "Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`."
 # Steps of an epoch over which the imbalance is averaged.
 _MAX_STEPS_MEASURED = 4096
 
@@ -97,6 +96,8 @@ class BatchSchedule(Schedule):
         `schedule[step]` is a tuple.
       packing: rows of several examples, created by `pack`; None for one example per
         row.
+      balance: whether to order the rows of a batch so that devices have about the same
+        work of attention within examples. Packed rows always are.
       group: "same" if all micro-batches of a step share a bucket, as pipeline
         parallelism requires, or "mixed" if a step takes consecutive batches of the
         order. With "same", the micro-batches of a step are filled together, and the
@@ -129,6 +130,7 @@ class BatchSchedule(Schedule):
         accumulate: int = 1,
         group: Group = "same",
         packing: Packing | None = None,
+        balance: bool = False,
     ):
         check_choice("group", group, GROUPS)
         self.plan = plan
@@ -149,11 +151,11 @@ class BatchSchedule(Schedule):
         # `[R]`, or `[R, Q]` with a column for each of several sequences.
         self._row_lengths, self._packed_rows = columns, None
         if packing is not None:
-            _check_packing(packing)
+            self._row_lengths = row_lengths(packing, plan)
             self.max_segments = packing.max_segments
-            self._row_lengths = _row_lengths(packing, plan)
             slot_seed = self.seed if self._order.is_redrawn else None
             self._packed_rows = PackedRows(packing, self.lengths, self.parts, slot_seed)
+        self.balance = bool(balance)
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
             opening = list(opening)
@@ -229,6 +231,8 @@ class BatchSchedule(Schedule):
         rows[: len(examples)] = examples
         parts = rows.reshape(-1, bucket.batch_size)
         if (packed := self._packed_rows) is None:
+            if self.balance:
+                parts = [part[balance_rows(self._row_work(part))] for part in parts]
             return [BatchIndices(bucket, part) for part in parts]
         return [BatchIndices(bucket, packed.examples(epoch, part)) for part in parts]
 
@@ -324,12 +328,20 @@ class BatchSchedule(Schedule):
                     f"`num_devices={num_devices}` does not divide the batch size of "
                     f"bucket {bucket}. Plan with `batch_size_multiple={num_devices}`."
                 )
-        parts = [self.lengths] if self.parts is None else self.parts.values()
-        work = np.sum([np.square(x, dtype=np.int64) for x in parts], axis=0)
+        work = self._work
         first = epoch * len(self)
         steps = range(first, first + min(len(self), _MAX_STEPS_MEASURED))
         batches = (x for step in steps for x in self._micro_batches(step))
         return mean_imbalance(batches, work, num_devices)
+
+    @functools.cached_property
+    def _work(self) -> np.ndarray:
+        """`[N]` int64, the number of query-key pairs of attention in each example."""
+        parts = [self.lengths] if self.parts is None else self.parts.values()
+        return np.sum([np.square(x, dtype=np.int64) for x in parts], axis=0)
+
+    def _row_work(self, rows: np.ndarray) -> np.ndarray:
+        return np.where(rows == EMPTY_ROW, 0, self._work[rows])
 
     def _fixed_rows(self) -> np.ndarray | None:
         """Returns the rows of every epoch if all epochs drop the same, else None."""
@@ -348,6 +360,8 @@ class BatchSchedule(Schedule):
         }
         if self.accumulate > 1:
             config |= {"accumulate": self.accumulate, "group": self.group}
+        if self.balance:
+            config["balance"] = True
         if self.packing is not None:
             config["packing"] = self.packing.fingerprint
         return config
@@ -361,34 +375,8 @@ class BatchSchedule(Schedule):
             parts += ["opening", json.dumps(self.opening_pairs)]
         if self.accumulate > 1:
             parts += ["accumulate", str(self.accumulate), self.group]
+        if self.balance:
+            parts.append("balance")
         if self.packing is not None:
             parts += ["packing", self.packing.fingerprint]
         return parts
-
-
-def _check_packing(packing: Any) -> None:
-    if not isinstance(packing, Packing):
-        raise ValueError(
-            f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
-            "with `jb.packing.pack(lengths, max_seq_len)`."
-        )
-
-
-def _row_lengths(packing: Packing, plan: BucketPlan) -> np.ndarray:
-    """Returns the lengths of the rows, `[R]` or `[R, Q]`, which the plan must hold."""
-    if packing.sequences != plan.sequences:
-        raise ValueError(
-            f"`packing` has the sequences {list(packing.sequences)}, but `plan` has "
-            f"{list(plan.sequences)}. {_PLAN_ROWS}"
-        )
-    lengths = packing.row_lengths
-    if isinstance(lengths, Mapping):
-        lengths = lengths_matrix(lengths, plan.sequences)
-    longest = np.atleast_1d(lengths.max(axis=0))
-    if np.any(longest > plan.seq_lens.max(axis=0)):
-        rows = " + ".join(map(str, longest))
-        raise ValueError(
-            f"`packing` has rows of {rows} tokens, which do not fit the longest "
-            f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
-        )
-    return plan.check(lengths)

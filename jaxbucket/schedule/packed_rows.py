@@ -8,14 +8,18 @@ for the rows that are requested, so starting a new epoch costs nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.permutation import fold, mix_each, permute_each
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
 
+_PLAN_ROWS = "Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`."
 # Keeps these keys distinct from the keys of rows and batches.
 _SLOT_KEY = 0x510
 
@@ -125,3 +129,32 @@ def _by_length(lengths: np.ndarray) -> np.ndarray:
     small = lengths.max() < 1 << 16
     order = np.argsort(lengths.astype(np.uint16) if small else lengths, kind="stable")
     return order.astype(np.int32) if len(order) < 1 << 31 else order
+
+
+def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
+    """Returns the lengths of packed rows, `[R]`, or `[R, Q]` for Q sequences.
+
+    Raises:
+      ValueError: if `packing` is not a `Packing`, or the plan does not hold its rows.
+    """
+    if not isinstance(packing, Packing):
+        raise ValueError(
+            f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
+            "with `jb.packing.pack(lengths, max_seq_len)`."
+        )
+    if packing.sequences != plan.sequences:
+        raise ValueError(
+            f"`packing` has the sequences {list(packing.sequences)}, but `plan` has "
+            f"{list(plan.sequences)}. {_PLAN_ROWS}"
+        )
+    lengths = packing.row_lengths
+    if isinstance(lengths, Mapping):
+        lengths = lengths_matrix(lengths, plan.sequences)
+    longest = np.atleast_1d(lengths.max(axis=0))
+    if np.any(longest > plan.seq_lens.max(axis=0)):
+        rows = " + ".join(map(str, longest))
+        raise ValueError(
+            f"`packing` has rows of {rows} tokens, which do not fit the longest "
+            f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
+        )
+    return plan.check(lengths)

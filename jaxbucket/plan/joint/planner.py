@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -55,6 +56,7 @@ def search_shapes(
     max_seq_lens: np.ndarray | None = None,
     must_hold_all: bool = False,
     accumulate: int = 1,
+    starts: Iterable[np.ndarray] = (),
 ) -> JointShapes:
     """Returns at most K shapes for which an epoch is as cheap as possible.
 
@@ -85,6 +87,8 @@ def search_shapes(
       must_hold_all: whether one of the shapes must be `max_seq_lens`, so that it holds
         every other example, too.
       accumulate: the number of batches per step, all of the same shape.
+      starts: the T of shapes that hold all examples, `[K, Q]` each, from which the
+        search also starts. The last one is the longest.
 
     Raises:
       ValueError: if an argument is invalid, an example is longer than `max_seq_lens`,
@@ -108,12 +112,15 @@ def search_shapes(
         must_hold_all,
     )
     is_complete = math.prod((last // multiples).tolist()) <= _MAX_SHAPES
-    return _solved(problem, is_complete)
+    return _solved(problem, is_complete, list(starts))
 
 
-def _solved(problem: Search, is_complete: bool) -> JointShapes:
-    seq_lens = problem.shapes()
-    plan = None if seq_lens is None else _evaluated(problem, seq_lens)
+def _solved(
+    problem: Search, is_complete: bool, starts: list[np.ndarray]
+) -> JointShapes:
+    plans = [_evaluated(problem, x) for x in problem.choices(starts)]
+    plan = min(plans, key=lambda plan: plan.epoch_cost, default=None)
+    seq_lens = None if plan is None else plan.seq_lens
     bound, proven = lower_bound(problem, seq_lens), False
     if is_complete and problem.num_buckets <= MAX_SHAPES:
         limit = np.inf if plan is None else plan.epoch_cost

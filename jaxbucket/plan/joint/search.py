@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,20 +40,40 @@ class Search:
     num_buckets: int
     must_hold_all: bool
 
-    def shapes(self) -> np.ndarray | None:
-        """Returns the T of shapes, `[K, Q]`, or None if no K shapes were found."""
-        points = self._coarse(None)
-        coarse = dataclasses.replace(self, points=points)
+    def choices(self, starts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+        """Yields the T of several choices of shapes, `[K, Q]` each.
+
+        There are none if no K shapes were found that hold all examples.
+
+        Args:
+          starts: the T of known shapes, which are yielded, and improved.
+        """
+        coarse = dataclasses.replace(self, points=self._coarse(None))
         shapes = coarse._first()
-        if shapes is None:
-            return None
-        shapes = coarse._improved(shapes)
-        if points is not self.points:
-            seq_lens = points.seq_lens(shapes)
-            points = self._coarse(self.points.indices_of(seq_lens))
-            fine = dataclasses.replace(self, points=points)
-            shapes = fine._improved(points.indices_of(seq_lens))
-        return points.seq_lens(shapes)
+        if shapes is not None:
+            yield self._refined(coarse, coarse._improved(shapes))
+        for start in starts:
+            if self.must_hold_all:
+                # The first shape is never replaced.
+                last = self.points.seq_lens(self.points.last[None])
+                start = np.concatenate([last, start[:-1]])
+            yield start
+            shapes = coarse._with_remainders(coarse.points.indices_of(start))
+            yield self._refined(coarse, shapes)
+
+    def _refined(self, coarse: Search, shapes: np.ndarray) -> np.ndarray:
+        """Returns the T of shapes after a search with more possible T.
+
+        Args:
+          coarse: the search that found the shapes.
+          shapes: `[K, Q]` indices of its points.
+        """
+        seq_lens = coarse.points.seq_lens(shapes)
+        if coarse.points is self.points:
+            return seq_lens
+        points = self._coarse(self.points.indices_of(seq_lens))
+        fine = dataclasses.replace(self, points=points)
+        return points.seq_lens(fine._improved(points.indices_of(seq_lens)))
 
     def _coarse(self, shapes: np.ndarray | None) -> Points:
         """Returns the points with fewer T, but all T near those of some shapes."""
@@ -115,7 +136,10 @@ class Search:
 
     def _improved(self, shapes: np.ndarray) -> np.ndarray:
         """Returns better shapes: first for full batches, then with remainders."""
-        shapes = self._steady.swapped(shapes, self._near)
+        return self._with_remainders(self._steady.swapped(shapes, self._near))
+
+    def _with_remainders(self, shapes: np.ndarray) -> np.ndarray:
+        """Returns shapes with a cheaper epoch, remainders included."""
         epoch = EpochSearch(
             self.points, self.pricing, self.num_buckets, self._num_fixed
         )

@@ -1,0 +1,168 @@
+"""Plans for examples with several sequences."""
+
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+
+
+def make_pairs(seed, size=300, longest=60):
+    rng = np.random.default_rng(seed)
+    source = rng.integers(1, longest, size)
+    target = np.clip((source * rng.uniform(0.5, 1.5, size)).astype(int), 1, longest)
+    return {"source": source, "target": target}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_is_within_its_limits_and_holds_every_pair(seed):
+    pairs = make_pairs(seed)
+    options = {
+        "batch_size_multiple": int(np.random.default_rng(seed).choice([1, 4])),
+        "seq_len_multiple": [1, {"source": 4, "target": 2}][seed % 2],
+        "max_batch_size": [None, 16][seed // 2 % 2],
+    }
+    plan = jb.plan_buckets(pairs, max_tokens=1000, num_buckets=5, **options)
+    assert len(plan) <= 5
+    assert (plan.assign(pairs) >= 0).all()
+    for bucket in plan.buckets:
+        assert bucket.num_tokens <= 1000
+        assert bucket.batch_size <= (options["max_batch_size"] or 1000)
+        # No larger B is within the limits.
+        larger = bucket.batch_size + options["batch_size_multiple"]
+        is_limited = larger > (options["max_batch_size"] or np.inf)
+        assert is_limited or larger * bucket.tokens_per_row > 1000
+    assert jb.BucketPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_cost_of_a_plan_is_that_of_its_schedule(seed):
+    pairs = make_pairs(seed)
+    cost_fn = [None, jb.plan.EncoderDecoderCost("source", "target", 8, 2)][seed % 2]
+    limits = jb.plan.SequenceLimits(
+        sequences=("source", "target"), max_tokens=900, cost_fn=cost_fn
+    )
+    best = jb.plan.plan_jointly(pairs, limits, num_buckets=4)
+    options = {"max_tokens": 900, "cost_fn": cost_fn, "num_buckets": 4}
+    assert best.plan == jb.plan_buckets(pairs, **options)
+    report = jb.BatchSchedule(best.plan, pairs).cost()
+    assert report.epoch_cost == pytest.approx(best.epoch_cost)
+    assert best.lower_bound <= best.epoch_cost * (1 + 1e-9)
+    assert report.cost_unit == ("tokens" if cost_fn is None else "FLOP")
+    assert best.to_dict()["gap"] == best.gap
+    assert ("at most" in best.summary) is not best.proven
+
+
+def test_a_joint_plan_pads_less_than_one_length_for_both():
+    pairs = make_pairs(0, size=3000)
+    longer = np.maximum(pairs["source"], pairs["target"])
+    jointly = jb.plan_buckets(pairs, max_tokens=4000, num_buckets=6)
+    plain = jb.plan_buckets(longer, max_tokens=2000, num_buckets=6)
+    both = jb.BucketPlan.from_shapes(
+        (b.batch_size, {"source": b.seq_len, "target": b.seq_len})
+        for b in plain.buckets
+    )
+    assert jb.report(jointly, pairs).padding < jb.report(both, pairs).padding
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [{"source": 500, "target": 300}, lambda sizes: 400 + 10 * sizes["target"]],
+)
+def test_budgets_for_each_sequence_and_by_a_function(budget):
+    pairs = make_pairs(1)
+    plan = jb.plan_buckets(pairs, max_tokens=budget, num_buckets=4)
+    assert (plan.assign(pairs) >= 0).all()
+    for bucket in plan.buckets:
+        if callable(budget):
+            assert bucket.num_tokens <= budget(bucket.seq_len)
+        else:
+            for name, limit in budget.items():
+                assert bucket.batch_size * bucket.seq_len[name] <= limit
+
+
+def test_too_long_pairs_are_dropped_or_truncated():
+    pairs = make_pairs(2)
+    options = {"max_tokens": 1000, "max_seq_len": 32, "num_buckets": 3}
+    dropped = jb.plan_buckets(pairs, **options, overlong="drop")
+    is_kept = (pairs["source"] <= 32) & (pairs["target"] <= 32)
+    np.testing.assert_array_equal(dropped.assign(pairs) >= 0, is_kept)
+    mixed = {"source": "truncate", "target": "drop"}
+    cut = jb.plan_buckets(pairs, **options, overlong=mixed)
+    np.testing.assert_array_equal(cut.assign(pairs) >= 0, pairs["target"] <= 32)
+    assert cut.buckets[-1].seq_len == {"source": 32, "target": 32}
+
+
+def test_boundaries_may_be_given():
+    pairs = make_pairs(3)
+    boundaries = [{"source": 60, "target": 60}, {"source": 30, "target": 30}]
+    plan = jb.plan_buckets(pairs, max_tokens=600, boundaries=boundaries)
+    assert [str(x) for x in plan.buckets] == [
+        "[10, source 30, target 30]",
+        "[5, source 60, target 60]",
+    ]
+
+
+def test_a_cost_function_receives_a_mapping():
+    pairs = make_pairs(4)
+    plan = jb.plan_buckets(
+        pairs,
+        max_tokens=600,
+        num_buckets=3,
+        cost_fn=lambda size, seq_lens: size * seq_lens["source"] ** 2,
+    )
+    for bucket, cost in zip(plan.buckets, plan.costs, strict=True):
+        assert cost == bucket.batch_size * bucket.seq_len["source"] ** 2
+    assert plan.cost_unit == "cost"
+
+
+# Invalid input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_buckets": "auto"}, "`num_buckets='auto'` requires examples with one"),
+        ({"boundaries": "quantile"}, "requires examples with one length"),
+        ({"boundaries": []}, "`boundaries` is empty"),
+        ({"boundaries": [8]}, "Pass a mapping with a T for each"),
+        ({"boundaries": [{"source": 9, "target": 9}]}, "beyond all buckets"),
+        ({"max_tokens": 50}, "does not hold|No batch of the shape"),
+        ({"max_tokens": {"source": 9, "goal": 9}}, r"sequences \['goal', 'source'\]"),
+        ({"max_tokens": {"source": 9, "target": 0}}, r"max_tokens\['target'\]=0"),
+        ({"max_tokens": lambda sizes: 0}, r"max_tokens\(source .*\)=0` must be"),
+        ({"max_tokens": lambda sizes: 1 / 0}, "raised ZeroDivisionError"),
+        ({"cost_fn": lambda size, seq_lens: -1}, "must be a positive, finite number"),
+        ({"cost_fn": 3}, "is not a function of"),
+        ({"overlong": "split"}, "`overlong='split'`: choose 'error', 'drop' or"),
+        ({"overlong": {"source": "drop", "target": "cut"}}, r"overlong\['target'\]"),
+        ({"max_seq_len": 30}, "is beyond all buckets"),
+        (
+            {"max_seq_len": {"source": 63, "target": 64}, "seq_len_multiple": 8},
+            "Use 64",
+        ),
+        ({"max_seq_len": 1, "overlong": "drop"}, "leaves all of them out"),
+        ({"max_batch_size": 2, "batch_size_multiple": 4}, "`max_batch_size=2` is less"),
+        ({"min_batch_size": 0}, "`min_batch_size=0` must be a positive integer"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    pairs = {name: x + 1 for name, x in make_pairs(5).items()}
+    with pytest.raises(ValueError, match=message):
+        jb.plan_buckets(pairs, **{"max_tokens": 1000, "num_buckets": 3} | options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({}, "Name at least two"),
+        ({"a": [1]}, "Name at least two"),
+        ({"a": [1], "b": [1, 2]}, "different numbers of examples"),
+        ({"a": [1], "b": [0]}, "Sequence 'b': `lengths.0.=0`"),
+        ({"a": [1.5], "b": [1]}, "Sequence 'a': .* is not an integer"),
+        ({"a": [np.nan], "b": [1]}, "Sequence 'a'"),
+        ({"a": [], "b": []}, "Sequence 'a': `lengths` is empty"),
+    ],
+)
+def test_invalid_lengths_are_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        jb.plan_buckets(lengths, max_tokens=100)
