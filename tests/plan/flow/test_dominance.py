@@ -17,7 +17,7 @@ def random_shapes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_examples_are_in_the_cheapest_shape_that_holds_them(seed, monkeypatch):
-    monkeypatch.setattr("jaxbucket.plan.flow.dominance._CHUNK", 64)
+    monkeypatch.setattr("jaxbucket.base.assignment._COMPARED", 64)
     lengths, seq_lens, rates = random_shapes(seed)
     shapes = cheapest(lengths, seq_lens, rates)
     assert shapes.dtype == np.int16

@@ -144,7 +144,7 @@ def test_the_search_is_near_the_optimum_on_its_own(monkeypatch):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_set_of_shapes_is_below_the_bounds(seed, monkeypatch):
     problem = Problem(seed)
-    seq_lens = problem.search().shapes()
+    seq_lens = next(problem.search().choices([]), None)
     complete = lower_bound(problem.search(), seq_lens)
     monkeypatch.setattr(bound, "_MAX_SHAPES", 4)
     monkeypatch.setattr(bound, "_MAX_ROUNDED", 9)
