@@ -119,7 +119,7 @@ def create_state(
     Example:
       >>> import jaxbucket as jb
       >>> mesh = jb.data_mesh(jax.devices()[:1])
-      >>> state = create_state({"w": np.ones(3)}, optax.sgd(0.1, momentum=0.9), mesh)
+      >>> state = create_state({"w": jnp.ones(3)}, optax.sgd(0.1, momentum=0.9), mesh)
       >>> print(state.step, state.params["w"], state.params["w"].sharding.mesh == mesh)
       0 [1. 1. 1.] True
 
@@ -127,7 +127,7 @@ def create_state(
       for `module.apply`:
 
       >>> module = linen.Sequential([linen.Embed(256, 8), linen.Dense(256)])
-      >>> tokens = jax.ShapeDtypeStruct((1, 1), np.uint8)
+      >>> tokens = jax.ShapeDtypeStruct((1, 1), jnp.uint8)
       >>> state = create_state(module, optax.adam(1e-3), mesh, sample=tokens)
       >>> sorted(state.model), state.model["params"]["layers_1"]["kernel"].shape
       (['params'], (8, 256))
