@@ -290,7 +290,7 @@ def test_balanced_rows_are_those_of_the_same_batch(seed):
 
 
 def test_devices_get_about_the_same_work_if_rows_are_balanced():
-    lengths = np.random.default_rng(0).lognormal(4, 1, 4000).astype(int) + 1
+    lengths = np.random.default_rng(0).lognormal(4, 0.8, 4000).astype(int) + 1
     plan = jb.plan_buckets(
         lengths, max_tokens=16_384, num_buckets=3, batch_size_multiple=8
     )
@@ -298,4 +298,4 @@ def test_devices_get_about_the_same_work_if_rows_are_balanced():
         jb.BatchSchedule(plan, lengths, balance=balance).imbalance(num_devices=4)
         for balance in (False, True)
     )
-    assert balanced < 1.06 < 1.15 < plain
+    assert balanced < 1.03 < 1.15 < plain
