@@ -301,8 +301,7 @@ def test_several_sequences_with_lengths_of_their_own_are_accepted():
     check_batches(
         lambda host, start: [batch(0), batch(2)][start:],
         num_examples=4,
-        # T is the sum over both sequences.
-        buckets=[Bucket(2, 6)],
+        buckets=[Bucket(2, {"x": 4, "y": 2})],
         max_tokens=12,
     )
 

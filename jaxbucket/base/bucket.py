@@ -56,9 +56,12 @@ class Bucket:
         """Returns whether a batch of another bucket can be padded to this shape."""
         if self.batch_size < other.batch_size:
             return False
-        if isinstance(self.seq_len, Sizes) and isinstance(other.seq_len, Sizes):
-            return self.seq_len.holds(other.seq_len)
-        return self.tokens_per_row >= other.tokens_per_row
+        mine, others = self.seq_len, other.seq_len
+        if isinstance(mine, Sizes) and isinstance(others, Sizes):
+            return mine.holds(others)
+        if isinstance(mine, Sizes) or isinstance(others, Sizes):
+            return False
+        return mine >= others
 
     def to_list(self) -> list[Any]:
         """Returns `[B, T]` for JSON, where T may be a dict."""

@@ -45,14 +45,20 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
              [5, 2]])
 
     Args:
-      lengths: sequence name -> `[N]` integers; or the result of this function.
+      lengths: sequence name -> `[N]` integers; or `[N, Q]` integers, with a column for
+        each sequence in the order of `sequences`.
       sequences: the names of the Q sequences, sorted.
 
     Raises:
       ValueError: if the sequences of `lengths` are others, or `check_parts` raises it.
     """
     if isinstance(lengths, np.ndarray) and lengths.ndim == 2:
-        return lengths
+        if lengths.shape[1] != len(sequences):
+            raise ValueError(
+                f"`lengths` has shape {lengths.shape}. Pass one column for each of "
+                f"{list(sequences)}, or a mapping from these to lengths [N]."
+            )
+        lengths = dict(zip(sequences, lengths.T, strict=True))
     if not isinstance(lengths, Mapping):
         raise ValueError(
             f"`lengths` is a {type(lengths).__name__}, but the plan has the sequences "

@@ -83,7 +83,9 @@ class Sizes(PerSequence[int]):
         Args:
           others: a size for each of the same sequences.
         """
-        return all(size >= others[name] for name, size in self.items())
+        return self.keys() == others.keys() and all(
+            size >= others[name] for name, size in self.items()
+        )
 
     def __lt__(self, other: Any) -> bool:
         if not isinstance(other, Sizes):

@@ -69,20 +69,35 @@ class BucketPadder:
         Raises:
           ValueError: if their structure or dtypes also differ.
         """
-        source, target = batch.bucket, spec.bucket
+        source = batch.bucket
+        # (T of the batch, T of the program) of each sequence.
+        sizes = {
+            name: (batch.segment_ids.get(name, ids).shape[1], ids.shape[1])
+            for name, ids in spec.segment_ids.items()
+        }
 
-        def unpadded(leaf: Any, is_sequence: bool = True) -> jax.ShapeDtypeStruct:
+        def unpadded(leaf: Any, seq_len: int | None) -> jax.ShapeDtypeStruct:
             shape = [source.batch_size, *leaf.shape[1:]]
-            if is_sequence and leaf.shape[1] == target.seq_len:
-                shape[1] = source.tokens_per_row
+            if seq_len is not None:
+                shape[1] = seq_len
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
+        def feature(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+            if name not in self._fills:
+                return unpadded(leaf, None)
+            # Two sequences may have the same T in the program.
+            fitting = [a for a, b in sizes.values() if b == leaf.shape[1]]
+            size = batch.features.get(name, leaf).shape[1:2]
+            best = [a for a in fitting if (a,) == size] or fitting
+            return unpadded(leaf, best[0] if best else None)
+
+        def derived(leaves: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+            return {name: unpadded(x, sizes[name][0]) for name, x in leaves.items()}
+
         expected = Batch(
-            {
-                name: unpadded(x, name in self._fills)
-                for name, x in spec.features.items()
-            },
-            *jax.tree.map(unpadded, (spec.segment_ids, spec.positions)),
+            {name: feature(name, x) for name, x in spec.features.items()},
+            derived(spec.segment_ids),
+            derived(spec.positions),
         )
         difference = batch_difference(batch, {source: expected})
         if difference is not None:

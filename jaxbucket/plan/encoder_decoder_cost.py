@@ -62,6 +62,8 @@ class EncoderDecoderCost:
         return "FLOP" if self.flops_per_second is None else SECONDS
 
     def __call__(self, batch_size: int, seq_lens: Mapping[str, int]) -> float:
+        if not isinstance(seq_lens, Mapping):
+            raise ValueError("this cost requires examples with several sequences")
         s, t = seq_lens[self.source], seq_lens[self.target]
         dense = 72 * (s + t) + 12 * (s + t)
         attention = 12 * (s * s + t * t + s * t)

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
-from jaxbucket.base.lengths import check_parts, lengths_matrix
+from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, checked_size
 from jaxbucket.plan.chains import nested_shapes
@@ -27,7 +27,8 @@ class JointPlan:
       plan: the buckets.
       epoch_cost: the cost of an epoch, remainders included.
       lower_bound: the cost of an epoch of any other plan with at most as many buckets
-        is not lower.
+        is not lower. With more than 65,536 combinations of T, this is about plans whose
+        T are lengths of examples, rounded up to the multiples.
       proven: whether no other plan within the limits is cheaper.
     """
 
@@ -38,18 +39,15 @@ class JointPlan:
 
     @property
     def gap(self) -> float:
-        """How much more expensive an epoch may be than with the best plan, as a share.
-
-        It is 0 if the plan is proven to be the best.
-        """
-        return 0.0 if self.proven else self.epoch_cost / self.lower_bound - 1
+        """The share of the cost that the best plan may save at most; 0 if proven."""
+        return 0.0 if self.proven else 1 - self.lower_bound / self.epoch_cost
 
     @property
     def summary(self) -> str:
         """A sentence on how good the plan is."""
         if self.proven:
             return "No other plan within the limits is cheaper."
-        return f"The cheapest plan costs at most {self.gap:.1%} less, probably little."
+        return f"No other plan within the limits costs over {self.gap:.1%} less."
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
@@ -86,9 +84,14 @@ is cheaper.
         or not positive integers, or are longer than `max_seq_len` under "error"; or if
         the budget cannot hold an example.
     """
-    matrix = lengths_matrix(check_parts(lengths), limits.sequences)
-    planned = limits.planned_lengths(matrix)
+    if not isinstance(limits, SequenceLimits):
+        raise ValueError(
+            f"`limits` is a {type(limits).__name__}. Pass `SequenceLimits`, because "
+            "examples have several sequences."
+        )
     num_buckets = check_positive("num_buckets", num_buckets)
+    matrix = lengths_matrix(lengths, limits.sequences)
+    planned = limits.planned_lengths(matrix)
     shapes = search_shapes(
         planned,
         num_buckets,
@@ -102,9 +105,9 @@ is cheaper.
     )
     return JointPlan(
         plan=limits.plan(shapes.seq_lens),
-        epoch_cost=shapes.epoch_cost,
-        lower_bound=shapes.lower_bound,
-        proven=shapes.proven,
+        epoch_cost=float(shapes.epoch_cost),
+        lower_bound=float(shapes.lower_bound),
+        proven=bool(shapes.proven),
     )
 
 

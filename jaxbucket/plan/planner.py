@@ -140,7 +140,7 @@ def plan_buckets(
         "accumulate": accumulate,
     }
     if isinstance(lengths, Mapping):
-        sequences = SequenceLimits(sequences=tuple(sorted(lengths)), **options)
+        sequences = SequenceLimits(sequences=tuple(lengths), **options)
         return _plan_sequences(lengths, sequences, num_buckets, boundaries)
     limits = Limits(**options)
     boundaries = cast(Boundaries, boundaries)

@@ -19,7 +19,12 @@ from jaxbucket.base.checks import (
     overlong_message,
 )
 from jaxbucket.base.policies import OVERLONG, Overlong
-from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
+from jaxbucket.base.sizes import (
+    PerSequence,
+    Sizes,
+    check_sequence_names,
+    checked_size,
+)
 from jaxbucket.plan.costs import unit_of
 from jaxbucket.plan.limits import call_user_function, check_batch_size_limits
 
@@ -42,7 +47,7 @@ class SequenceLimits:
       array([8, 4])
 
     Attributes:
-      sequences: the names of the sequences, sorted.
+      sequences: the names of the sequences; stored in alphabetical order.
       max_tokens: the largest B * T, padding counted: the sum over all sequences, a
         budget for each, or a function from `Sizes`, the T of each, to the sum.
       batch_size_multiple: every B is a multiple of this number.
@@ -74,6 +79,11 @@ class SequenceLimits:
     accumulate: int = 1
 
     def __post_init__(self):
+        names = self.sequences
+        if isinstance(names, str):
+            names = [names]
+        check_sequence_names("sequences", dict.fromkeys(names))
+        self._set("sequences", tuple(sorted(set(names))))
         self._set("accumulate", check_accumulate(self.accumulate))
         for name in ("batch_size_multiple", "min_batch_size"):
             self._set(name, check_positive(name, getattr(self, name)))
@@ -83,7 +93,8 @@ class SequenceLimits:
         check_batch_size_limits(self)
         for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
             value = getattr(self, name)
-            if value is not None and not callable(value):
+            is_default = name == "max_seq_len" and value is None
+            if not (is_default or callable(value)):
                 self._set(name, self._checked(name, value))
         self._check_overlong()
         multiples, last = self.multiples, self._each(self.max_seq_len)

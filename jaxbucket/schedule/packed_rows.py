@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import lengths_matrix
@@ -150,11 +151,12 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
     lengths = packing.row_lengths
     if isinstance(lengths, Mapping):
         lengths = lengths_matrix(lengths, plan.sequences)
-    longest = np.atleast_1d(lengths.max(axis=0))
-    if np.any(longest > plan.seq_lens.max(axis=0)):
-        rows = " + ".join(map(str, longest))
+    columns = lengths.reshape(packing.num_rows, -1)
+    is_unheld = cheapest(columns, plan.seq_lens, plan.costs / plan.batch_sizes) < 0
+    if is_unheld.any():
+        row = " + ".join(map(str, columns[np.argmax(columns.sum(axis=1) * is_unheld)]))
         raise ValueError(
-            f"`packing` has rows of {rows} tokens, which do not fit the longest "
+            f"`packing` has rows of {row} tokens, which do not fit the longest "
             f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
         )
     return plan.check(lengths)

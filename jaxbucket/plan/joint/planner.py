@@ -35,7 +35,9 @@ class JointShapes:
       seq_lens: `[K, Q]` int64, the T of each shape, in the order of a plan.
       epoch_cost: the cost of an epoch, remainders included.
       steady_cost: the cost of an epoch if every batch were full.
-      lower_bound: no epoch with at most as many shapes as allowed costs less.
+      lower_bound: no epoch with at most as many shapes as allowed costs less. With more
+        than 65,536 combinations of T, this is about shapes whose T are lengths of
+        examples, rounded up.
       proven: whether `epoch_cost` is proven to be the least possible.
     """
 
@@ -122,10 +124,12 @@ def _solved(
     plan = min(plans, key=lambda plan: plan.epoch_cost, default=None)
     seq_lens = None if plan is None else plan.seq_lens
     bound, proven = lower_bound(problem, seq_lens), False
-    if is_complete and problem.num_buckets <= MAX_SHAPES:
+    if problem.num_buckets <= MAX_SHAPES:
         limit = np.inf if plan is None else plan.epoch_cost
-        better, proven = _enumerated(problem, bound, limit)
+        better, all_compared = _enumerated(problem, bound, limit)
         plan = plan if better is None else _evaluated(problem, better)
+        # Otherwise, T that are not lengths of examples were not compared.
+        proven = all_compared and is_complete
     if plan is None:
         raise ValueError(_uncovered_message(problem))
     least = plan.epoch_cost if proven else min(bound.cost, plan.epoch_cost)

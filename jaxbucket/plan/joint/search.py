@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxbucket.plan.joint.additions import Grid
+from jaxbucket.plan.joint.cover import few_shapes
 from jaxbucket.plan.joint.epoch import EpochSearch
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Pricing
@@ -126,10 +127,8 @@ class Search:
         fixed = self.points.last[None][: self._num_fixed]
         shapes = steady.covered(fixed, grid)
         if len(shapes) > self.num_buckets or not steady.choice(shapes).is_complete:
-            axes = [np.unique(side) for side in self.points.frontier().T]
-            grid = Grid.of(self.points, axes, self.pricing)
-            shapes = steady.covered(fixed, grid)
-        if len(shapes) > self.num_buckets or not steady.choice(shapes).is_complete:
+            shapes = few_shapes(self.points, self.pricing)
+        if shapes is None or len(shapes) > self.num_buckets:
             return None
         shapes = steady.grown(shapes, self._grid, self.num_buckets)
         return steady.swapped(shapes, self._anywhere)
