@@ -99,9 +99,9 @@ is cheaper.
     )
     return JointPlan(
         plan=limits.plan(shapes.seq_lens),
-        epoch_cost=shapes.epoch_cost,
-        lower_bound=shapes.lower_bound,
-        proven=shapes.proven,
+        epoch_cost=float(shapes.epoch_cost),
+        lower_bound=float(shapes.lower_bound),
+        proven=bool(shapes.proven),
     )
 
 
