@@ -222,3 +222,24 @@ def test_report_refuses_packed_rows_of_several_sequences(files):
     np.savez("ab.npz", a=[1, 2], b=[1, 2])
     message = refused("report", "packed.json", "ab.npz")
     assert "`packed.json` is for packed rows of the sequences ['a', 'b']" in message
+
+
+def test_several_columns_are_measured(files):
+    words = ("--column", "source", "--column", "file", "--unit", "words")
+    lines = [{"source": "a b c", "file": "x"}, {"source": "d", "file": "y z"}]
+    (files / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    plot = ("--plot", "lengths.png")
+    output = run("measure", "text.jsonl", *words, "-o", "lengths.npz", *plot)
+    assert "source" in output.splitlines()[1] and output.count("in words") == 2
+    measured = np.load("lengths.npz")
+    assert measured["source"].tolist() == [3, 1] and measured["file"].tolist() == [1, 2]
+    assert matplotlib.image.imread(files / "lengths.png").std() > 0.1
+    numbers = json.loads(run("measure", "text.jsonl", *words, "--json"))
+    assert numbers["source"]["total"] == 4 and numbers["file"]["max"] == 2
+    columns = ("--column", "source", "--column", "file", "--max-tokens", 20)
+    assert "steps per epoch" in run("plan", "lengths.npz", *columns)
+
+
+def test_several_measured_columns_are_written_as_npz():
+    message = refused("measure", "pairs.npz", *BOTH, "-o", "lengths.npy")
+    assert "several columns are written as .npz. Name the file lengths.npz." in message
