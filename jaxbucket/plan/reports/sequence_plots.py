@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 _MAX_CELLS, _MAX_LINES = 64, 25
 # Light enough for black lines.
 _FEW, _MANY = "#dbe6f1", "#4a7fb0"
+_NOTHING = (
+    "`overlong='drop'` leaves out every example, so there is nothing to draw. "
+    "Plan with a larger `max_seq_len`."
+)
 
 
 def plot_shapes(
@@ -59,10 +63,7 @@ def plot_shapes(
     epoch = epoch or report(plan, lengths)
     kept = plan.kept_lengths(lengths)
     if not len(kept):
-        raise ValueError(
-            "`overlong='drop'` leaves out every example, so there is nothing to draw. "
-            "Plan with a larger `max_seq_len`."
-        )
+        raise ValueError(_NOTHING)
     if ax is None:
         ax = new_page(8, 6).subplots()
     longest = list(plan.max_seq_lens.values())
@@ -134,12 +135,14 @@ def plot_sequence_padding(epoch: Report, ax: Axes | None = None) -> Axes:
       ax: the axes to draw on; by default those of a new figure.
 
     Raises:
-      ValueError: if examples have one length.
+      ValueError: if examples have one length, or there are none.
     """
     if not epoch.sequence_tokens:
         raise ValueError(
             "`epoch` is the report of examples with one length. Use `plot_plan`."
         )
+    if not epoch.real_tokens:
+        raise ValueError(_NOTHING)
     if ax is None:
         ax = new_page(8, 4).subplots()
     names = list(epoch.sequence_tokens)

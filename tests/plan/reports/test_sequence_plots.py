@@ -93,3 +93,5 @@ def test_a_plan_without_two_sequences_is_refused():
 def test_a_plan_that_drops_every_example_cannot_be_drawn():
     with pytest.raises(ValueError, match="leaves out every example, so there is"):
         plot_shapes(PLAN, {"source": [200], "target": [2]})
+    with pytest.raises(ValueError, match="leaves out every example, so there is"):
+        plot_sequence_padding(report(PLAN, {"source": [200], "target": [2]}))
