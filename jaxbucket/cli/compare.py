@@ -8,13 +8,13 @@ import click
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.cli.columns import column_option, one_column
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
     POSITIVE,
     ShapeOptions,
     block_sparse_option,
-    column_option,
     integers,
     json_option,
     shape_options,
@@ -75,7 +75,7 @@ def compare(
     block_sparse: bool,
     shape: ShapeOptions,
     remainder: Remainder,
-    column: str | None,
+    columns: tuple[str, ...],
     unit: str,
     plot: pathlib.Path | None,
     as_json: bool,
@@ -85,6 +85,8 @@ def compare(
     The plan with the cheapest epoch comes first. Costs are tokens, padding included,
     unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
     """
+    column = one_column(columns, "`jaxbucket compare` is for", "Use `jaxbucket plan`")
+    shape.check_one_length()
     check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
     with new_figure(plot, 10, 6) as figure:
         measured = read_lengths(lengths, column)
@@ -128,6 +130,11 @@ def _others(
             f"`--plan` has files of the same name: {names}. Rename one of them."
         )
     for path, plan in zip(plan_files, others.values(), strict=True):
+        if plan.sequences:
+            raise ValueError(
+                f"`--plan {path}` has the sequences {list(plan.sequences)}, and only "
+                "plans of one length are compared. Pass it to `jaxbucket report`."
+            )
         if plan.packed:
             raise ValueError(
                 f"`--plan {path}` is for packed rows, which `--pack always` compares. "

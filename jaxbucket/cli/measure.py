@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pathlib
+import zipfile
+from collections.abc import Sequence
+from typing import IO
 
 import click
 import numpy as np
 
+from jaxbucket.cli.columns import column_option
 from jaxbucket.cli.options import json_option
 from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.show import show
 from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.data.lengths.summary import summarize_lengths
+from jaxbucket.data.lengths.summary import SequenceSummary, summarize_lengths
 from jaxbucket.data.lengths.values import UNITS, Measure, Unit
 
 _FILE = click.Path(path_type=pathlib.Path)
@@ -19,9 +23,7 @@ _FILE = click.Path(path_type=pathlib.Path)
 
 @click.command()
 @click.argument("source")
-@click.option(
-    "--column", help="The array, column or field to measure if there are several."
-)
+@column_option
 @click.option(
     "--unit", type=click.Choice(UNITS), help="The unit in which text is measured."
 )
@@ -30,7 +32,12 @@ _FILE = click.Path(path_type=pathlib.Path)
     metavar="MODULE:FUNCTION",
     help="A function that returns the length of an example: a row, line or record.",
 )
-@click.option("--output", "-o", type=_FILE, help="Write the lengths to this .npy file.")
+@click.option(
+    "--output",
+    "-o",
+    type=_FILE,
+    help="Write the lengths to this .npy file, or .npz for several columns.",
+)
 @click.option(
     "--num-workers",
     type=click.IntRange(min=0),
@@ -41,7 +48,7 @@ _FILE = click.Path(path_type=pathlib.Path)
 @json_option
 def measure(
     source: str,
-    column: str | None,
+    columns: tuple[str, ...],
     unit: Unit | None,
     length_fn: str | None,
     output: pathlib.Path | None,
@@ -54,33 +61,59 @@ def measure(
     SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl, .parquet, .array_record, or text
     with one example per line. Line-based files may be gzipped. Integers are used as
     lengths, lists are measured by their number of elements, and text is measured in
-    --unit. SOURCE can also be module:function, a function without arguments that
+    --unit. If you repeat --column, each column is measured, in a pass of its own.
+    SOURCE can also be module:function, a function without arguments that
     returns a random-access source, an array of lengths, or an iterable of examples.
     """
     check_outputs([pathlib.Path(source)], output=output, plot=plot)
-    _check_suffix(output)
+    _check_suffix(output, columns)
     counted = unit or "tokens"
     # Check that a plot can be drawn before measuring, which may take hours.
-    with new_figure(plot, 8, 6) as figure:
-        lengths = _measured(source, column, _measure(unit, length_fn), num_workers)
+    names = columns or (None,)
+    with new_figure(plot, 8, 6 * len(names)) as figure:
+        rule = _measure(unit, length_fn)
+        lengths = {x: _measured(source, x, rule, num_workers) for x in names}
         if output:
             with atomic_write("--output", output) as file:
-                np.save(file, lengths.astype(np.int32))
+                _save(file, list(lengths.values()), columns)
         if figure:
             from jaxbucket.plan.reports.plots import plot_histogram
 
-            plot_histogram(lengths, figure, unit=counted)
-    summary = summarize_lengths(lengths, counted)
+            panels = figure.subfigures(len(names), 1, squeeze=False)[:, 0]
+            for panel, (name, values) in zip(panels, lengths.items(), strict=True):
+                plot_histogram(values, panel, unit=counted)
+                if len(names) > 1:
+                    panel.suptitle(name)
+    summaries = {str(x): summarize_lengths(y, counted) for x, y in lengths.items()}
+    summary = SequenceSummary(summaries)
+    if len(names) == 1:
+        (summary,) = summaries.values()
     show(as_json, summary.to_dict(), summary)
 
 
-def _check_suffix(output: pathlib.Path | None) -> None:
+def _check_suffix(output: pathlib.Path | None, columns: Sequence[str]) -> None:
     # Other commands tell the format of a file by its suffix.
-    if output and output.suffix.lower() != ".npy":
+    suffix, what = ".npy", "lengths"
+    if len(columns) > 1:
+        suffix, what = ".npz", "several columns"
+    if output and output.suffix.lower() != suffix:
         raise ValueError(
-            f"`--output {output}`: lengths are written as .npy. Name the file "
-            f"{output.with_suffix('.npy')}."
+            f"`--output {output}`: {what} are written as {suffix}. Name the file "
+            f"{output.with_suffix(suffix)}."
         )
+
+
+def _save(file: IO[bytes], lengths: list[np.ndarray], columns: Sequence[str]) -> None:
+    """Writes one array as .npy, or several as .npz."""
+    arrays = [array.astype(np.int32) for array in lengths]
+    if len(arrays) == 1:
+        np.save(file, arrays[0])
+        return
+    # `numpy.savez` refuses some names, such as "file".
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in zip(columns, arrays, strict=True):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, array)
 
 
 def _measure(unit: Unit | None, length_fn: str | None) -> Measure:

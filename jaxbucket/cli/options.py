@@ -27,9 +27,22 @@ _INTEGER = re.compile(r"\d+(_\d+)*")
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _RATE = click.FloatRange(min=0, min_open=True)
 
-column_option = click.option(
-    "--column", help="The array, column or field to read if the file has several."
-)
+
+class _SizeType(click.IntRange):
+    """A positive integer, or one for each of several columns: source=512,target=128."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number: Any = functools.partial(super().convert, param=param, ctx=ctx)
+        if not isinstance(value, str) or "=" not in value:
+            return number(value)
+        parts = [part.partition("=") for part in value.split(",")]
+        sizes = {name.strip(): number(size) for name, _, size in parts}
+        if len(sizes) < len(parts):
+            self.fail(f"{value!r} names a column twice.", param, ctx)
+        return sizes
+
+
+_SIZE = _SizeType(min=1)
 
 
 def _check_unit(_: click.Context, __: click.Parameter, unit: str) -> str:
@@ -59,7 +72,8 @@ _OPTIONS = [
         "--max-tokens",
         metavar="TOKENS",
         help="Maximum B * T, including padding: one number, one per boundary (for "
-        "example 65536,32768), or a function of T as module:function.",
+        "example 65536,32768), or a function of T as module:function. With several "
+        "columns, T is the sum over all of them.",
     ),
     click.option(
         "--batch-size-multiple",
@@ -69,14 +83,16 @@ _OPTIONS = [
     ),
     click.option(
         "--seq-len-multiple",
-        type=POSITIVE,
+        type=_SIZE,
         default=1,
-        help="Make every T a multiple of this.",
+        help="Make every T a multiple of this; with several columns, one number for "
+        "all or one for each, as in source=64,target=16.",
     ),
     click.option(
         "--max-seq-len",
-        type=POSITIVE,
-        help="T of the last bucket; by default the longest length, rounded up.",
+        type=_SIZE,
+        help="T of the last bucket; by default the longest length, rounded up. With "
+        "several columns, one number for all or one for each.",
     ),
     click.option(
         "--min-batch-size",
@@ -149,15 +165,31 @@ class ShapeOptions:
         Raises:
           ValueError: if `--max-tokens` is missing or a value is out of range.
         """
+        values = {**self.limit_values, "max_tokens": self.max_tokens}
+        return Limits(**values, cost_fn=self.cost_fn)
+
+    @property
+    def max_tokens(self) -> Budget:
+        """The value of `--max-tokens`.
+
+        Raises:
+          ValueError: if it is missing, or `token_budget` raises it.
+        """
         if self.limit_values["max_tokens"] is None:
             raise ValueError(
                 "`--max-tokens` is missing. Pass the maximum B * T, for example "
                 "`--max-tokens 65536`."
             )
-        budget = token_budget(self.limit_values["max_tokens"])
-        return Limits(
-            **{**self.limit_values, "max_tokens": budget}, cost_fn=self.cost_fn
-        )
+        return token_budget(self.limit_values["max_tokens"])
+
+    def check_one_length(self) -> None:
+        """Raises a ValueError for limits that name columns."""
+        for name, value in self.limit_values.items():
+            if isinstance(value, dict):
+                raise ValueError(
+                    f"`--{name.replace('_', '-')}` has a value for each of several "
+                    "columns. Pass one number, or each `--column`."
+                )
 
     @functools.cached_property
     def cost_fn(self) -> CostFn | None:

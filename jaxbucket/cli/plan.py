@@ -12,13 +12,18 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.cli.budget import unused_budget
+from jaxbucket.cli.columns import (
+    check_several,
+    column_option,
+    read_columns,
+    several_limits,
+)
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
     POSITIVE,
     ShapeOptions,
     block_sparse_option,
-    column_option,
     integers,
     json_option,
     shape_options,
@@ -27,9 +32,9 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.packing import check_packable, plan_rows, reason
 from jaxbucket.cli.show import as_dict, draw_plan, show
-from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.plan.curve import PlanCurve, plan_curve
+from jaxbucket.plan.joint_plan import JointPlan, plan_jointly
 from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import Report, report
 
@@ -98,7 +103,7 @@ def plan(
     num_epochs: float | None,
     max_buckets: int | None,
     shape: ShapeOptions,
-    column: str | None,
+    columns: tuple[str, ...],
     unit: str,
     output: pathlib.Path | None,
     plot: pathlib.Path | None,
@@ -106,12 +111,18 @@ def plan(
 ) -> None:
     """Plan shapes for LENGTHS.
 
-    LENGTHS is a file of any kind that `jaxbucket measure` reads. A plan has shapes
+    LENGTHS is a file of any kind that `jaxbucket measure` reads. If you repeat
+    --column, each column is a sequence with lengths of its own. A plan has shapes
     (B, T): batches of B rows of T tokens. If you use --pack, call
     `jb.packing.pack(lengths, plan.boundaries.tolist())` in the training job to fill the
     rows, after truncating, dropping or splitting examples that are too long.
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
+    if len(columns) > 1:
+        given = _one_length_only(num_buckets, boundaries, shapes, pack)
+        check_several(columns, given, shape)
+    else:
+        shape.check_one_length()
     if shapes is not None:
         shape.check_free()
     auto = {
@@ -123,9 +134,11 @@ def plan(
     needs_pack = {"--mixing": mixing is not None, "--block-sparse": block_sparse}
     _check_pack(pack, needs_pack, shape, shapes, boundaries, num_buckets)
     with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
-        measured = read_lengths(lengths, column)
         size = 8 if num_buckets in (None, _AUTO) else _number(num_buckets)
-        if num_buckets == _AUTO:
+        measured: Any = read_columns(lengths, columns)
+        if len(columns) > 1:
+            chosen = _jointly(measured, shape, size)
+        elif num_buckets == _AUTO:
             chosen = _by_curve(measured, shape, auto)
         elif pack != "never":
             options = {} if mixing is None else {"mixing": mixing}
@@ -144,12 +157,16 @@ def plan(
         with atomic_write("--output", output) as file:
             file.write(f"{chosen.plan.to_json()}\n".encode())
     numbers, notes = as_dict(chosen.plan, epoch), []
-    unused = None
-    if shapes is None:
-        unused = unused_budget(chosen.plan, shape.limits(), epoch)
-    if unused:
-        notes.append(unused.sentence(unit))
-    numbers["unused_budget"] = unused and unused.to_dict(unit)
+    if chosen.joint:
+        numbers["joint_plan"] = chosen.joint.to_dict()
+        notes.append(chosen.joint.summary)
+    else:
+        unused = None
+        if shapes is None:
+            unused = unused_budget(chosen.plan, shape.limits(), epoch)
+        if unused:
+            notes.append(unused.sentence(unit))
+        numbers["unused_budget"] = unused and unused.to_dict(unit)
     tables: list[Any] = [epoch]
     if chosen.curve:
         numbers["curve"] = chosen.curve.to_dict()
@@ -168,23 +185,30 @@ class _Chosen:
 
     Attributes:
       plan: the shapes.
-      rows: the lengths of its rows, packed or not.
+      rows: the lengths of its rows, packed or not; by column if there are several.
       accumulate: micro-batches per step.
       curve: the plans of other numbers of shapes, if these were compared.
       packed: the comparison of packed and padded rows, if these were compared.
+      joint: the bound on the cost of a plan for several columns.
     """
 
     plan: BucketPlan
-    rows: np.ndarray
+    rows: Any
     accumulate: int = 1
     curve: PlanCurve | None = None
     packed: PackedPlan | None = None
+    joint: JointPlan | None = None
 
     @functools.cached_property
     def epoch(self) -> Report:
         if self.packed:
             return self.packed.report
         return report(self.plan, self.rows, accumulate=self.accumulate)
+
+
+def _jointly(lengths: dict[str, np.ndarray], shape: ShapeOptions, size: int) -> _Chosen:
+    joint = plan_jointly(lengths, several_limits(shape, list(lengths)), size)
+    return _Chosen(joint.plan, lengths, shape.accumulate, joint=joint)
 
 
 def _by_curve(
@@ -204,6 +228,27 @@ def _by_curve(
 def _packed(lengths: np.ndarray, packed: PackedPlan) -> _Chosen:
     rows = lengths if packed.packing is None else packed.packing.row_lengths
     return _Chosen(packed.plan, rows, packed=packed)
+
+
+def _one_length_only(
+    num_buckets: str | None, boundaries: str | None, shapes: str | None, pack: Pack
+) -> dict[str, str]:
+    """Returns the options that several columns do not allow, with a remedy for each."""
+    remedies = {}
+    if num_buckets == _AUTO:
+        remedies[f"--num-buckets {_AUTO}"] = "Pass an integer"
+    if boundaries is not None:
+        remedies[f"--boundaries {boundaries}"] = (
+            "Call `jb.plan_buckets` with a list of mappings from column to T"
+        )
+    if shapes is not None:
+        remedies[f"--shapes {shapes}"] = (
+            "Call `jb.BucketPlan.from_shapes` with a mapping from column to T for each "
+            "shape"
+        )
+    if pack != "never":
+        remedies[f"--pack {pack}"] = "Call `jb.plan_packing` in Python"
+    return remedies
 
 
 def _check_pack(

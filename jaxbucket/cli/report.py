@@ -10,17 +10,16 @@ import click
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.policies import GROUPS
+from jaxbucket.cli.columns import column_option, read_for_plan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
     POSITIVE,
-    column_option,
     json_option,
     unit_option,
 )
 from jaxbucket.cli.outputs import check_outputs, new_figure
 from jaxbucket.cli.show import as_dict, draw_plan, show
-from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report as report_of
 
@@ -51,7 +50,7 @@ remainder_option = click.option(
 def report(
     plan_file: pathlib.Path,
     lengths: pathlib.Path,
-    column: str | None,
+    columns: tuple[str, ...],
     unit: str,
     plot: pathlib.Path | None,
     as_json: bool,
@@ -61,14 +60,16 @@ def report(
 
     PLAN is a file that `jaxbucket plan -o` wrote. LENGTHS may differ from the lengths
     that the plan was made for. Plans written by `jaxbucket plan --pack` may be for
-    packed rows; then LENGTHS are packed first.
+    packed rows; then LENGTHS are packed first. If the plan is for several sequences,
+    LENGTHS has a column of the same name for each.
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
         bucket_plan = _first_plan(plan_file, lengths)
-        measured = read_lengths(lengths, column)
+        measured = read_for_plan(bucket_plan, lengths, columns)
         rows = measured
         if bucket_plan.packed:
+            _check_packed(plan_file, bucket_plan)
             from jaxbucket.cli.packing import packed_report
 
             rows, epoch = packed_report(bucket_plan, measured, **options)
@@ -78,6 +79,14 @@ def report(
         if figure:
             draw_plan(figure, bucket_plan, rows, epoch)
     show(as_json, as_dict(bucket_plan, epoch), epoch)
+
+
+def _check_packed(path: pathlib.Path, plan: BucketPlan) -> None:
+    if plan.sequences:
+        raise ValueError(
+            f"`{path}` is for packed rows of the sequences {list(plan.sequences)}, "
+            "which the command does not pack. Call `jb.plan_packing(...).report`."
+        )
 
 
 def _first_plan(path: pathlib.Path, lengths: pathlib.Path) -> BucketPlan:

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import click
-import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.reports.epoch import Report
@@ -57,10 +56,29 @@ def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
     }
 
 
-def draw_plan(
-    figure: Any, plan: BucketPlan, lengths: np.ndarray, epoch: Report
-) -> None:
-    """Draws a plan twice: as a histogram of its tokens, and example by example."""
+def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> None:
+    """Draws a plan twice: as a histogram of its tokens, and example by example.
+
+    The shapes of two sequences are drawn over their examples, and the padding of more
+    sequences as bars.
+
+    Args:
+      figure: the figure to draw on.
+      plan: the shapes.
+      lengths: `[N]` integers, one per row; or sequence name -> `[N]` integers.
+      epoch: the report of the plan.
+    """
+    if plan.sequences:
+        from jaxbucket.plan.reports.sequence_plots import (
+            plot_sequence_padding,
+            plot_shapes,
+        )
+
+        if len(plan.sequences) == 2:
+            plot_shapes(plan, lengths, figure.subplots(), epoch=epoch)
+        else:
+            plot_sequence_padding(epoch, figure.subplots())
+        return
     from jaxbucket.plan.reports.plots import plot_lengths, plot_plan
 
     above, below = figure.subplots(2, 1)

@@ -296,7 +296,7 @@ class BatchSchedule(Schedule):
         if rows is None:
             return epoch
         lengths = self.plan.kept_lengths(self._row_lengths[rows])
-        return epoch.with_real_tokens(int(lengths.sum()))
+        return epoch.with_lengths(lengths)
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:
         """Returns the work of the busiest device relative to the mean of all devices.

@@ -50,16 +50,43 @@ class LengthSummary:
 
     def __rich__(self) -> Any:
         """Returns the summary as a `rich` table for a terminal."""
-        from rich import box
-        from rich.table import Table
+        return _table({f"in {self.unit}": self})
 
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column("lengths", justify="left")
-        table.add_column(f"in {self.unit}", justify="right")
-        for name, value in self.to_dict().items():
-            if name != "unit":
-                table.add_row(_ROW_NAMES.get(name, name), _formatted(value))
-        return table
+
+@dataclasses.dataclass(frozen=True)
+class SequenceSummary:
+    """Summary statistics of the lengths of several sequences.
+
+    Attributes:
+      sequences: the statistics of each sequence, by name.
+    """
+
+    sequences: dict[str, LengthSummary]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields of each summary as plain Python values."""
+        return {name: summary.to_dict() for name, summary in self.sequences.items()}
+
+    def __rich__(self) -> Any:
+        """Returns a `rich` table with a column for each sequence."""
+        return _table({f"{x}\nin {s.unit}": s for x, s in self.sequences.items()})
+
+
+def _table(columns: dict[str, LengthSummary]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("lengths", justify="left")
+    for title in columns:
+        table.add_column(Text(title), justify="right")
+    fields = [field.name for field in dataclasses.fields(LengthSummary)]
+    for name in fields:
+        if name != "unit":
+            values = [_formatted(getattr(x, name)) for x in columns.values()]
+            table.add_row(_ROW_NAMES.get(name, name), *values)
+    return table
 
 
 _ROW_NAMES = {"distinct": "distinct lengths"}

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -161,3 +162,48 @@ def test_the_summary_counts_dropped_and_truncated_examples():
         assert words in report(plan, [8, 10, 20]).summary
     plan = BucketPlan((Bucket(1, 20),), max_tokens=20)
     assert "too long" not in report(plan, [8, 10, 20]).summary
+
+
+SHAPES = [(4, {"source": 8, "target": 4}), (2, {"source": 16, "target": 8})]
+PAIRS = {"source": [8, 6, 4, 2, 16, 12], "target": [4, 4, 2, 2, 8, 4]}
+
+
+def test_a_report_has_the_padding_of_each_of_several_sequences():
+    epoch = report(BucketPlan.from_shapes(SHAPES), PAIRS)
+    assert epoch.sequence_tokens == {"source": 48, "target": 24}
+    assert epoch.sequence_padding == {"source": 1 - 48 / 64, "target": 1 - 24 / 32}
+    assert "Padding by sequence: 25.0% of source, 25.0% of target." in epoch.summary
+    fields = json.loads(epoch.to_json())
+    assert fields["sequence_tokens"] == epoch.sequence_tokens
+    assert fields["sequence_padding"] == epoch.sequence_padding
+    text = str(epoch)
+    assert ["T of", "T of"] == re.findall("T of", text.splitlines()[0])
+    assert "source  target" in text.splitlines()[1]
+    assert "with T tokens for each sequence. Examples:" in " ".join(text.split())
+
+
+def test_one_length_has_no_padding_by_sequence():
+    epoch = report(BucketPlan((Bucket(2, 4),), max_tokens=8), [3, 4])
+    assert epoch.sequence_tokens is None and epoch.sequence_padding == {}
+    assert "sequence_padding" not in epoch.to_dict()
+    assert "by sequence" not in epoch.summary
+
+
+@pytest.mark.parametrize("remainder", ["cheapest", "drop"])
+@pytest.mark.parametrize("order", ["shuffled", "ascending"])
+def test_the_padding_of_sequences_agrees_with_the_schedule(remainder, order):
+    rng = np.random.default_rng(0)
+    pairs = {name: rng.integers(1, 100, 300) for name in ("source", "target")}
+    plan = plan_buckets(pairs, max_tokens=2000, num_buckets=5)
+    options = {"remainder": remainder, "order": order}
+    schedule = BatchSchedule(plan, pairs, seed=3, **options)
+    epoch = schedule.report()
+    batches = list(schedule)
+    rows = np.concatenate([batch.rows for batch in batches])
+    assert sum(epoch.sequence_tokens.values()) == pytest.approx(epoch.real_tokens, 1e-3)
+    for name, lengths in pairs.items():
+        real = lengths[rows[rows >= 0]].sum()
+        padded = sum(x.bucket.batch_size * x.bucket.seq_len[name] for x in batches)
+        tolerance = 0.02 if remainder == "drop" and order == "shuffled" else 1e-9
+        padding = epoch.sequence_padding[name]
+        assert padding == pytest.approx(1 - real / padded, abs=tolerance)
