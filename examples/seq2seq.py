@@ -86,9 +86,9 @@ def make_source() -> list[dict[str, np.ndarray]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Predict docstrings of signatures.")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--num-buckets", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--num-buckets", type=int, default=5)
     args = parser.parse_args(argv)
 
     source, limits = make_source(), {"max_tokens": 4096, "max_seq_len": MAX_SEQ_LEN}
