@@ -45,7 +45,7 @@ def spec_augment(frames: jax.Array, length: jax.Array, key: jax.Array) -> jax.Ar
     start, size = jax.random.uniform(key, (2, 2, 2, 1))
     size *= jnp.array([0.1, 0.2])[:, None, None]  # at most, of the time and the bands
     start *= 1 - size
-    places = jnp.arange(len(frames)) / length, jnp.arange(BANDS) / BANDS
+    places = jnp.arange(len(frames)) / jnp.maximum(length, 1), jnp.arange(BANDS) / BANDS
     times, bands = (
         jnp.any((low <= place) & (place < high), axis=0)
         for low, place, high in zip(start, places, start + size, strict=True)
@@ -58,8 +58,7 @@ def loss_fn(model: Recognizer, batch: jb.Batch, keys: jax.Array | None):
     is_real, is_letter = (batch.segment_ids[x] > 0 for x in ("frames", "transcript"))
     frames, letters = (batch.features[x] for x in ("frames", "transcript"))
     if keys is not None:  # in training
-        num_frames = jnp.maximum(is_real.sum(axis=1), 1)
-        frames = jax.vmap(spec_augment)(frames, num_frames, keys)
+        frames = jax.vmap(spec_augment)(frames, is_real.sum(axis=1), keys)
     paddings = [1.0 - x for x in (is_real[:, ::4], is_letter)]
     nats = optax.ctc_loss(model(frames, is_real), paddings[0], letters, paddings[1])
     # `ctc_loss` does not promise 0 for an empty row.
@@ -90,21 +89,22 @@ def make_source(num_examples: int, scale: float) -> list[dict[str, np.ndarray]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a speech recognizer with CTC.")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--num-buckets", type=int, default=5)
     parser.add_argument("--scale", type=float, default=0.25, help="of all durations")
     args = parser.parse_args(argv)
 
     source = make_source(1000, args.scale)
     lengths = {x: jb.measure_lengths(source, sequences=[x]) for x in source[0]}
     # Convolutions of stride 4 start at the same frames if T is a multiple of 4.
-    options = {"seq_len_multiple": {"frames": 16, "transcript": 4}, "num_buckets": 5}
-    plan = jb.plan_buckets(lengths, max_tokens=16_384, batch_size_multiple=8, **options)
+    multiples = {"seq_len_multiple": {"frames": 16, "transcript": 4}}
+    options = {**multiples, "batch_size_multiple": 8, "max_tokens": 16_384}
+    plan = jb.plan_buckets(lengths, num_buckets=args.num_buckets, **options)
     print(jb.report(plan, lengths))
 
     mesh, schedule = jb.data_mesh(), jb.BatchSchedule(plan, lengths, seed=0)
     batches = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
-    model, tx = Recognizer(args.width, nnx.Rngs(0)), optax.adam(3e-3)
-    state = jb.create_state(model, tx, mesh)
+    tx = optax.adam(3e-3)
+    state = jb.create_state(Recognizer(128, nnx.Rngs(0)), tx, mesh)
     step_fn = jb.make_train_step(loss_fn, tx, mesh)
     train_step = jb.compile_steps(step_fn, state, batches.specs)
     losses = []

@@ -1,4 +1,4 @@
-"""The examples whose examples have several lengths: seq2seq, speech and pairs."""
+"""seq2seq.py, speech_ctc.py and pairs.py, which plan for two lengths per example."""
 
 import re
 
@@ -12,9 +12,9 @@ import jaxbucket as jb
 from jaxbucket.testing import check_loss
 
 SMALL = {
-    "seq2seq": ("--steps", "20", "--width", "16", "--num-buckets", "2"),
-    "speech_ctc": ("--steps", "40", "--width", "16", "--scale", "0.03"),
-    "pairs": ("--steps", "20", "--width", "16", "--num-buckets", "2"),
+    "seq2seq": ("--steps", "10", "--width", "16", "--num-buckets", "2"),
+    "speech_ctc": ("--steps", "20", "--scale", "0.03", "--num-buckets", "2"),
+    "pairs": ("--steps", "10", "--width", "16", "--num-buckets", "2"),
 }
 
 
@@ -37,14 +37,17 @@ def test_learns_with_one_compilation_per_shape(example, capsys, name):
     assert num_compiles == num_shapes > 1
 
 
-def test_pairs_has_the_same_losses_in_every_mode(example, capsys):
+@pytest.mark.parametrize(
+    "mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
+)
+def test_pairs_has_equal_losses_in_every_mode(example, capsys, mode):
     module = example("pairs")
     losses, num_compiles, num_shapes = run(module, "pairs", capsys)
     assert num_compiles == num_shapes == 2
-    assert all(0 < loss < 1.5 * np.log(64) for loss in losses)
-    for mode in ("shard_map",):
-        others, _, _ = run(module, "pairs", capsys, "--mode", mode)
-        np.testing.assert_allclose(others, losses, atol=2e-3)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    others, _, _ = run(module, "pairs", capsys, "--mode", mode)
+    # Losses are printed with three digits after the point.
+    np.testing.assert_allclose(others, losses, atol=2e-3)
 
 
 def text_batch(names: tuple[str, str], *, packed: bool = False) -> jb.Batch:
