@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     mesh, schedule = jb.data_mesh(), jb.BatchSchedule(plan, lengths, seed=0)
     batches = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
-    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 10, args.steps))
+    tx = optax.adamw(optax.warmup_constant_schedule(0, 3e-3, warmup_steps=20))
     state = jb.create_state(EncoderDecoder(args.width, nnx.Rngs(0)), tx, mesh)
     step_fn = jb.make_train_step(loss_fn, tx, mesh)
     train_step = jb.compile_steps(step_fn, state, batches.specs)

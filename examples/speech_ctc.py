@@ -2,8 +2,7 @@
 
     python examples/speech_ctc.py
 
-The frames are made up: each letter has a spectrum, to which noise is added. Lengths
-are like those of LibriSpeech, times `--scale`.
+The frames are made up, but have lengths like those of LibriSpeech, times `--scale`.
 """
 
 import argparse
@@ -72,7 +71,7 @@ def make_source(num_examples: int, scale: float) -> list[dict[str, np.ndarray]]:
     and 14.7 letters times exp(0.15 z) for a normal z. `scale` multiplies durations.
     """
     source, rng = [], np.random.default_rng(0)
-    spectra = rng.standard_normal((LETTERS + 1, BANDS))
+    spectra = rng.standard_normal((LETTERS + 1, BANDS))  # of letters, without noise
     for _ in range(num_examples):
         is_long, speed = rng.random() < 0.72, 14.7 * np.exp(0.15 * rng.normal())
         seconds = scale * (rng.normal(14.3, 1.2) if is_long else rng.uniform(2, 14))
