@@ -1,7 +1,5 @@
 """The short examples: what each of them prints or writes, by running it."""
 
-import gc
-import importlib
 import json
 import pathlib
 import re
@@ -9,7 +7,6 @@ import signal
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -22,17 +19,6 @@ SMALL = (
     *("--max-len", "64", "--max-tokens", "512", "--num-buckets", "2"),
     *("--batch-size-multiple", "8"),
 )
-
-
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch, few_optimizations):
-    """Imports an example from its folder."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    # The compiled steps of other tests warn of compilations while they exist.
-    gc.collect()
-    # Adam's bias correction is a float to the power of an integer.
-    with jax.numpy_dtype_promotion("standard"):
-        yield importlib.import_module
 
 
 def train(example, tmp_path: pathlib.Path, *options: object) -> dict:
