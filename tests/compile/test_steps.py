@@ -1275,3 +1275,20 @@ def test_xla_cache_is_written_and_read(tmp_path):
         assert int(hits) >= times
         assert "`xla_cache='another'`: jax's compilation cache is already " in message
     assert len(list((tmp_path / "xla").iterdir())) >= 2
+
+
+def test_batches_of_several_sequences_are_padded_to_a_bucket():
+    plan = jb.BucketPlan.from_shapes([(4, {"source": 21, "target": 12})])
+    example = {"source": np.ones(5, np.float32), "target": np.ones(3, np.float32)}
+    mesh = jb.data_mesh(jax.devices()[:1])
+    specs = jb.sharding.batch_specs(plan, example, mesh)
+
+    def step(state, batch):
+        return state, {x: y.sum() for x, y in batch.features.items()}
+
+    steps = jb.compile_steps(jax.jit(step), jnp.zeros(()), specs, unplanned="longer")
+    bucket = jb.Bucket(4, {"source": 5, "target": 3})
+    batch = jb.data.collate_rows([example] * 4, bucket)
+    with pytest.warns(RuntimeWarning, match="was padded to"):
+        _, sums = steps(jnp.zeros(()), jax.device_put(batch))
+    assert (float(sums["source"]), float(sums["target"])) == (20, 12)

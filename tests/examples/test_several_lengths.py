@@ -24,8 +24,8 @@ def run(module, name: str, capsys: pytest.CaptureFixture[str], *options: str):
         module.main([*SMALL[name], *options])
     printed = capsys.readouterr().out
     losses = re.findall(r"^step +\d+  ([\d.]+)", printed, re.MULTILINE)
-    # The lines of the report that begin with a shape such as "64   96 + 64".
-    shapes = re.findall(r"^ *\d+ +\d+ \+ \d+ ", printed, re.MULTILINE)
+    # The lines of the report: B, the T of both sequences, and numbers of examples.
+    shapes = re.findall(r"^ *\d+ +\d+ +\d+ +[\d,]+ +\d+ +\d+ ", printed, re.MULTILINE)
     return list(map(float, losses)), compiles["train_step"], len(shapes)
 
 

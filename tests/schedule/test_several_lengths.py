@@ -299,3 +299,38 @@ def test_devices_get_about_the_same_work_if_rows_are_balanced():
         for balance in (False, True)
     )
     assert balanced < 1.03 < 1.15 < plain
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (np.full((4, 2), 2.5), "is not an integer"),
+        (np.zeros((2, 2), int), "a length must be between 1 and"),
+        (np.ones((4, 3), int), r"has shape \(4, 3\). Pass one column for each of"),
+        (np.ones((0, 2), int), "is empty"),
+    ],
+)
+def test_columns_of_lengths_are_checked(lengths, message):
+    plan = jb.BucketPlan.from_shapes([(1, {"a": 2, "b": 2})])
+    with pytest.raises(ValueError, match=message):
+        jb.BatchSchedule(plan, lengths)
+
+
+def test_packed_rows_must_fit_one_bucket_in_all_sequences():
+    rng = np.random.default_rng(0)
+    lengths = {"a": rng.integers(1, 16, 60), "b": rng.integers(1, 16, 60)}
+    packing = jb.packing.pack(lengths, {"a": 32, "b": 32})
+    shapes = [(4, {"a": 32, "b": 24}), (4, {"a": 24, "b": 32})]
+    plan = jb.BucketPlan.from_shapes(shapes, overlong="drop")
+    with pytest.raises(ValueError, match="do not fit the longest bucket"):
+        jb.BatchSchedule(plan, lengths, packing=packing)
+
+
+def test_a_bucket_holds_batches_that_are_shorter_in_every_sequence():
+    bucket = jb.Bucket(2, {"a": 4, "b": 8})
+    assert bucket.holds(jb.Bucket(2, {"a": 3, "b": 8}))
+    assert not bucket.holds(jb.Bucket(2, {"a": 5, "b": 1}))
+    assert not bucket.holds(jb.Bucket(3, {"a": 1, "b": 1}))
+    assert not bucket.holds(jb.Bucket(2, {"a": 1, "c": 1}))
+    assert not bucket.holds(jb.Bucket(2, 3))
+    assert not jb.Bucket(2, 30).holds(bucket)

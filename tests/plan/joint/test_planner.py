@@ -264,7 +264,7 @@ def test_any_number_of_sequences(sides):
     )
     assert fits(lengths, plan.seq_lens).any(axis=1).all()
     whole = by_tokens(1, lengths.max(axis=0)[None])[0] * len(lengths)
-    assert plan.lower_bound <= plan.steady_cost <= plan.epoch_cost < whole / 1.5
+    assert max(plan.lower_bound, plan.steady_cost) <= plan.epoch_cost < whole / 1.5
 
 
 def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
