@@ -36,7 +36,7 @@ def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
     except jax.errors.JAXTypeError:
         # The initial state depends on the values of the parameters.
         return
-    if _is_absent(opt_state) and not _is_absent(initial):
+    if is_absent(opt_state) and not is_absent(initial):
         raise ValueError(
             "`state` has no optimizer. Make it with the one of the step: "
             "`create_state(model, tx, mesh)`."
@@ -52,7 +52,8 @@ def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
         )
 
 
-def _is_absent(opt_state: Any) -> bool:
+def is_absent(opt_state: Any) -> bool:
+    """Returns whether a state has no optimizer."""
     # Empty states of optax are instances of subclasses.
     return type(opt_state) is tuple and not opt_state
 
