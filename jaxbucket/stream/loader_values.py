@@ -37,8 +37,13 @@ def num_rows(batch: Mapping[str, Any]) -> int:
 
 
 def _check_column(name: str, value: Any) -> None:
-    """Raises a ValueError if a column may as well be several transposed ones."""
-    if isinstance(value, list | tuple) and any(map(_has_axis, value)):
+    """Raises a ValueError if a column may as well be several transposed ones.
+
+    These would all have the same length.
+    """
+    if not (isinstance(value, list | tuple) and any(map(_has_axis, value))):
+        return
+    if len({_size(x) for x in value}) == 1:
         raise ValueError(
             f"`loader` yields a batch whose column {name!r} is a "
             f"{type(value).__name__} of arrays. These may be its rows, or, from "
