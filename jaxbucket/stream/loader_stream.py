@@ -119,6 +119,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         self.parts = frozenset(shard.parts)
         self.num_parts = shard.num_parts
         self._is_started = False
+        self._ragged: set[str] = set()
         self._has_warned = False
         # Weak, because PyTorch waits for its workers if a cycle of objects owns them.
         self._reader: weakref.ref[LoaderIterator] | None = None
@@ -223,7 +224,7 @@ class LoaderDataset(grain.IterDataset[Any]):
             for example in element:
                 yield self._example(example)
         elif isinstance(element, Mapping):
-            for row in range(num_rows(element)):
+            for row in range(num_rows(element, self._ragged)):
                 yield self._example({name: x[row] for name, x in element.items()})
         else:
             raise ValueError(
