@@ -33,8 +33,9 @@ def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
     """Raises a ValueError if a state was made with another optimizer."""
     try:
         initial = jax.eval_shape(tx.init, params)
-    except jax.errors.JAXTypeError:
-        # The initial state depends on the values of the parameters.
+    except Exception:
+        # The initial state depends on the values or the shardings of the parameters, so
+        # its structure is not known.
         return
     if is_absent(opt_state) and not is_absent(initial):
         raise ValueError(
