@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_integer
@@ -192,7 +193,9 @@ def next_tokens(
       sequence: the sequence whose segment ids apply to the tokens; by default the
         sequence named `name`, or the only sequence.
       loss_weights: the name of a `[B, T]` feature with the weight of each token as a
-        target, such as 0 in a prompt; floats or booleans. By default all weights are 1.
+        target, such as 0 in a prompt: floats of at least 0, or a mask of booleans or of
+        the integers 0 and 1. The values are checked unless they are traced. By default
+        all weights are 1.
       bos_token: a token to insert before the first token of every example, which makes
         the first token a target as well. The inputs are then shifted instead of the
         targets.
@@ -202,8 +205,8 @@ def next_tokens(
 
     Raises:
       ValueError: if `batch` is not a `Batch`; if a feature is missing or not `[B, T]`;
-        if the tokens are not integers, or the weights are integers or negative numpy
-        floats; if `name` or `sequence` is missing although there are several
+        if the tokens are not integers; if the weights are negative, or integers above
+        1; if `name` or `sequence` is missing although there are several
         candidates.
     """
     _check_is_batch(batch)
@@ -312,18 +315,28 @@ def _loss_weights(batch: Batch, name: Any, ids: Any) -> Any:
             "that are returned by them."
         )
     values = _feature(batch, "loss_weights", name, ids)
-    remedy = (
-        "Let the source return floats or booleans. Labels that are -100 in the prompt "
-        "are not weights: use `labels != -100`."
-    )
-    if jnp.issubdtype(values.dtype, jnp.integer):
-        raise ValueError(
-            f"`loss_weights={name!r}` is a feature of {values.dtype}, which may be "
-            f"tokens. {remedy}"
-        )
-    if isinstance(values, np.ndarray) and (values[np.asarray(ids) > 0] < 0).any():
-        raise ValueError(f"`loss_weights={name!r}` has negative weights. {remedy}")
+    if _is_known(values) and _is_known(ids):
+        _check_weights(name, np.asarray(values)[np.asarray(ids) > 0])
     return values.astype(np.float32)
+
+
+def _is_known(array: Any) -> bool:
+    """Returns whether this process can read an array now."""
+    return not isinstance(array, Tracer) and (
+        isinstance(array, np.ndarray) or array.is_fully_addressable
+    )
+
+
+def _check_weights(name: str, values: np.ndarray) -> None:
+    """Raises a ValueError if the values of real tokens cannot be weights."""
+    is_integer = np.issubdtype(values.dtype, np.integer)
+    wrong = (values < 0) | (values > 1) if is_integer else values < 0
+    if wrong.any():
+        raise ValueError(
+            f"`loss_weights={name!r}` has the value {values[wrong][0]}. Let the source "
+            "return floats of at least 0, booleans, or integers that are 0 or 1. "
+            "Labels that are -100 in the prompt are not weights: use `labels != -100`."
+        )
 
 
 def _check_token(argument: str, token: int, dtype: Any) -> Any:

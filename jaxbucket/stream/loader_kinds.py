@@ -9,14 +9,19 @@ from typing import Any
 
 
 def check_not_batched(loader: Any) -> None:
-    """Raises a ValueError if a loader, like that of PyTorch, makes batches."""
-    size = getattr(loader, "batch_size", None)
-    if isinstance(size, int) or getattr(loader, "batch_sampler", None) is not None:
+    """Raises a ValueError if a loader of PyTorch makes batches by default.
+
+    Another `collate_fn` may return a single example.
+    """
+    collate = getattr(getattr(loader, "collate_fn", None), "__name__", None)
+    has_sampler = getattr(loader, "batch_sampler", None) is not None
+    if has_sampler and collate == "default_collate":
         raise ValueError(
             f"`loader` is a {type(loader).__name__} that makes batches, "
-            f"`batch_size={size}`, so each would count as one example. Pass "
-            "`batched=True`, with `collate_fn=list` in PyTorch, or create the loader "
-            "with `batch_size=None`."
+            f"`batch_size={getattr(loader, 'batch_size', None)}`, so each would count "
+            "as one example. Pass `batched=True` and create the loader with "
+            "`collate_fn=list`, or create it with `batch_size=None`. If a batch is "
+            "an example, convert it by `to_example`."
         )
 
 

@@ -70,9 +70,9 @@ def from_loader(
       to_example: converts what the loader yields to an example, a dict of arrays, for
         instance `lambda pair: {"tokens": pair[0], "label": pair[1]}`.
       batched: whether the loader yields batches: lists of dicts, or dicts of columns
-        with a common leading axis. Lists of arrays or of tuples are refused, as batches
-        and as columns, because PyTorch's default `collate_fn` makes such lists of
-        columns.
+        with a common leading axis. Lists of arrays or of tuples are refused as batches,
+        and lists of arrays of one length as columns, because PyTorch's default
+        `collate_fn` makes such lists of columns.
       shard: `local_rows(mesh)`, to give every group of processes with different rows
         its own part of the examples, taken in turn. By default this process gets all
         examples, as it should if the loader has been sharded already.
@@ -84,8 +84,8 @@ def from_loader(
       The dataset, for `stream_batches` and `sample_lengths`.
 
     Raises:
-      ValueError: if `loader` cannot be iterated over, or has a batch size although
-        `batched` is False. From an iterator: if a batch is not as described, or if a
+      ValueError: if `loader` cannot be iterated over, or makes batches by PyTorch's
+        default `collate_fn` without `batched` or `to_example`. From an iterator: if a batch is not as described, or if a
         generator is iterated over or resumed a second time.
     """
     if not isinstance(loader, Iterable):
@@ -94,7 +94,7 @@ def from_loader(
             "Pass an iterable of examples."
         )
     check_choice("resume", resume, get_args(Resume))
-    if not batched:
+    if not batched and to_example is None:
         check_not_batched(loader)
     return LoaderDataset(loader, to_example, batched, checked_shard(shard), resume)
 
@@ -119,6 +119,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         self.parts = frozenset(shard.parts)
         self.num_parts = shard.num_parts
         self._is_started = False
+        self._ragged: set[str] = set()
         self._has_warned = False
         # Weak, because PyTorch waits for its workers if a cycle of objects owns them.
         self._reader: weakref.ref[LoaderIterator] | None = None
@@ -223,7 +224,7 @@ class LoaderDataset(grain.IterDataset[Any]):
             for example in element:
                 yield self._example(example)
         elif isinstance(element, Mapping):
-            for row in range(num_rows(element)):
+            for row in range(num_rows(element, self._ragged)):
                 yield self._example({name: x[row] for name, x in element.items()})
         else:
             raise ValueError(

@@ -16,15 +16,19 @@ _LISTS_OF_DICTS = (
 )
 
 
-def num_rows(batch: Mapping[str, Any]) -> int:
+def num_rows(batch: Mapping[str, Any], ragged: set[str]) -> int:
     """Returns the size of the leading axis of all features.
+
+    Args:
+      batch: a dict of columns.
+      ragged: the columns that have had arrays of different lengths, which is updated.
 
     Raises:
       ValueError: if they do not have a common leading axis, or if it is not known
         whether a list holds the rows of a column.
     """
     for name, value in batch.items():
-        _check_column(name, value)
+        _check_column(name, value, ragged)
     sizes = {name: _size(value) for name, value in batch.items()}
     size = next(iter(sizes.values()), None)
     if size is None or len(set(sizes.values())) > 1:
@@ -36,9 +40,16 @@ def num_rows(batch: Mapping[str, Any]) -> int:
     return size
 
 
-def _check_column(name: str, value: Any) -> None:
-    """Raises a ValueError if a column may as well be several transposed ones."""
-    if isinstance(value, list | tuple) and any(map(_has_axis, value)):
+def _check_column(name: str, value: Any, ragged: set[str]) -> None:
+    """Raises a ValueError if a column may as well be several transposed ones.
+
+    These would all have the same length.
+    """
+    if not (isinstance(value, list | tuple) and any(map(_has_axis, value))):
+        return
+    if len({_size(x) for x in value}) > 1:
+        ragged.add(name)
+    if name not in ragged:
         raise ValueError(
             f"`loader` yields a batch whose column {name!r} is a "
             f"{type(value).__name__} of arrays. These may be its rows, or, from "

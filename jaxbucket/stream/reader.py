@@ -149,7 +149,7 @@ class StreamReader:
             if rows:
                 self._epoch_has_example = True
                 for _, row in rows:
-                    self.checksum = _add_checksum(self.checksum, row)
+                    self.checksum = add_checksum(self.checksum, row)
                 return [
                     PooledExample(index, length, row, *origin)
                     for index, (length, row) in enumerate(rows, first)
@@ -355,7 +355,7 @@ def _chunk(
     return common_length(chunk, names), chunk
 
 
-def _add_checksum(checksum: int, example: Example) -> int:
+def add_checksum(checksum: int, example: Example) -> int:
     """Returns the checksum of the examples before, and of the numbers of this one."""
     for name in sorted(example):
         array = np.ascontiguousarray(example[name])

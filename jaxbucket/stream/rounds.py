@@ -25,7 +25,7 @@ from jaxbucket.stream.peer_status import (
 )
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
-from jaxbucket.stream.reader import StreamReader
+from jaxbucket.stream.reader import StreamReader, add_checksum
 from jaxbucket.stream.run import StreamRun
 
 # The largest number of steps in a round, before and after the first stream ends.
@@ -128,7 +128,9 @@ class StreamRounds:
         template: Example | None,
     ) -> PeerStatus:
         options = self._run.options
-        lengths = [example.length for example in pool.pending()]
+        pending = pool.pending()
+        lengths = [example.length for example in pending]
+        compared = [] if self._is_checked else pending
         return PeerStatus(
             config={
                 "step": step,
@@ -145,6 +147,7 @@ class StreamRounds:
             features=feature_specs(template),
             arrived=reader.counts.arrived,
             checksum=reader.checksum,
+            distinct=len({add_checksum(0, x.example) for x in compared}),
         )
 
     def _new_round(

@@ -12,12 +12,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.tree_util import keystr
 
+from jaxbucket.train.model_checks import is_absent
 from jaxbucket.train.state import TrainState
 
 
 def parts_to_skip(state: Any) -> tuple[str, ...]:
     """Returns the parts of a saved state that a state for evaluation does not have."""
-    if not (isinstance(state, TrainState) and state.opt_state == ()):
+    if not (isinstance(state, TrainState) and is_absent(state.opt_state)):
         return ()
     return ("opt_state",) if state.loss_scale else ("opt_state", "loss_scale")
 

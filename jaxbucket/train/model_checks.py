@@ -33,10 +33,11 @@ def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
     """Raises a ValueError if a state was made with another optimizer."""
     try:
         initial = jax.eval_shape(tx.init, params)
-    except jax.errors.JAXTypeError:
-        # The initial state depends on the values of the parameters.
+    except Exception:
+        # The initial state depends on the values or the shardings of the parameters, so
+        # its structure is not known.
         return
-    if _is_absent(opt_state) and not _is_absent(initial):
+    if is_absent(opt_state) and not is_absent(initial):
         raise ValueError(
             "`state` has no optimizer. Make it with the one of the step: "
             "`create_state(model, tx, mesh)`."
@@ -52,7 +53,8 @@ def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
         )
 
 
-def _is_absent(opt_state: Any) -> bool:
+def is_absent(opt_state: Any) -> bool:
+    """Returns whether a state has no optimizer."""
     # Empty states of optax are instances of subclasses.
     return type(opt_state) is tuple and not opt_state
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.distributed.differences import list_processes
@@ -20,12 +21,10 @@ def check_same(mesh: Mesh, digests: Mapping[str, int], remedy: str) -> None:
     All processes of the mesh must call this function.
 
     Args:
-      mesh: the mesh.
+      mesh: a mesh whose processes can be compared.
       digests: name of an argument -> a digest of its value, in [0, 2**32).
       remedy: the end of the message.
     """
-    if not spans_processes(mesh):
-        return
     local = np.array([*digests.values()], np.uint32)[None]
     everywhere = jax.make_array_from_callback(
         (mesh.size, len(digests)),
@@ -46,10 +45,15 @@ def check_same(mesh: Mesh, digests: Mapping[str, int], remedy: str) -> None:
             )
 
 
-def spans_processes(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh belong to several running processes."""
-    return jax.process_count() > 1 and (
-        len({device.process_index for device in mesh.devices.flat}) > 1
+def can_be_compared(mesh: Mesh) -> bool:
+    """Returns whether a mesh spans running processes whose values are known now.
+
+    Inside of `jax.jit` and `jax.eval_shape`, there are no values.
+    """
+    return (
+        jax.process_count() > 1
+        and len({device.process_index for device in mesh.devices.flat}) > 1
+        and not isinstance(jnp.zeros(()), Tracer)
     )
 
 

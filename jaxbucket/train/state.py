@@ -27,7 +27,7 @@ from jaxbucket.train.model_checks import (
     checked_predicate,
     checked_scale,
 )
-from jaxbucket.train.process_agreement import check_same, spans_processes
+from jaxbucket.train.process_agreement import can_be_compared, check_same
 from jaxbucket.train.state_checksum import checksum
 
 
@@ -264,7 +264,7 @@ def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
 
 def _check_same_in_processes(leaves: list[Any], mesh: Mesh) -> None:
     """Raises a ValueError if processes have different values to replicate."""
-    if spans_processes(mesh):
+    if can_be_compared(mesh):
         values = [x for x in leaves if not isinstance(x, Tracer)]
         local = [x for x in values if x.is_fully_addressable]
         number = checksum(jax.device_put(local, jax.local_devices()[0]))

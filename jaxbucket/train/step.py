@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -124,8 +123,9 @@ def make_train_step(
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
     axes = axis_names(mesh, batch_axes)
-    if mode != "jit" and math.prod(mesh.shape[axis] for axis in axes) > 1:
-        loss_fn = without_local_batch_norm(loss_fn, mode)
+    spread = [axis for axis in axes if mesh.shape[axis] > 1]
+    if mode != "jit" and spread:
+        loss_fn = without_local_batch_norm(loss_fn, mode, spread)
     local_sums = gradient_sums(loss_fn, check_rules(variable_rules))
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)

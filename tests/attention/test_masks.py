@@ -205,20 +205,26 @@ def test_tokens_must_be_named_if_there_are_several_integer_features():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([-100, 2, 3], r"feature of int\d+, which may be tokens.*use `labels != -100`"),
-        ([-1.0, 0.5, 1.0], "`loss_weights='w'` has negative weights. Let the source"),
+        ([-100, 1, 1], "`loss_weights='w'` has the value -100.*use `labels != -100`"),
+        ([0, 1, 3], "`loss_weights='w'` has the value 3. Let the source return floats"),
+        ([-1.0, 0.5, 1.0], "`loss_weights='w'` has the value -1.0. Let the source"),
     ],
 )
 def test_labels_are_not_loss_weights(weights, message):
     batch = jb.data.collate_rows([{"x": [7, 3, 9], "w": weights}], jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=message):
-        jb.next_tokens(batch, "x", loss_weights="w")
+    for values in (batch, jax.device_put(batch)):
+        with pytest.raises(ValueError, match=message):
+            jb.next_tokens(values, "x", loss_weights="w")
     with pytest.raises(ValueError, match="`loss_weights` is a ndarray, not the name"):
         jb.next_tokens(batch, "x", loss_weights=batch.features["w"])
 
 
-def test_loss_weights_may_be_booleans():
-    example = {"x": [7, 3, 9], "w": [False, False, True]}
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.int64])
+def test_loss_weights_may_be_a_mask(dtype):
+    example = {"x": [7, 3, 9], "w": np.array([0, 0, 1], dtype)}
     batch = jb.data.collate_rows([example], jb.Bucket(1, 4))
-    weights = jb.next_tokens(batch, "x", loss_weights="w").weights
-    assert weights.tolist() == [[0, 1, 0, 0]]
+
+    def weights(batch):
+        return jb.next_tokens(batch, "x", loss_weights="w").weights
+
+    assert weights(batch).tolist() == jax.jit(weights)(batch).tolist() == [[0, 1, 0, 0]]

@@ -558,12 +558,53 @@ class Batches(list):
     """Like the loader of PyTorch."""
 
     batch_size = 4
+    batch_sampler = [[0]]
+
+    def __init__(self, items, collate_fn):
+        super().__init__(items)
+        self.collate_fn = collate_fn
+
+
+def default_collate(batch):
+    """Named like that of PyTorch."""
+
+
+class Sized(list):
+    """Like `StreamingDataset` of MosaicML, which yields examples."""
+
+    batch_size = 4
 
 
 def test_a_loader_of_batches_is_not_one_of_examples():
+    batches = Batches([make_examples()], default_collate)
     with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`.*`batched=T"):
-        jb.stream.from_loader(Batches())
-    assert indices(jb.stream.from_loader(Batches([make_examples()]), batched=True))
+        jb.stream.from_loader(batches)
+    assert indices(jb.stream.from_loader(batches, batched=True))
+
+
+@pytest.mark.parametrize(
+    ("loader", "options"),
+    [
+        (Sized(make_examples()), {}),
+        (Batches(make_examples(), lambda batch: batch[0]), {}),
+        (
+            Batches([[x] for x in make_examples()], default_collate),
+            {"to_example": lambda batch: batch[0]},
+        ),
+    ],
+)
+def test_a_loader_with_a_batch_size_may_yield_examples(loader, options):
+    examples = jb.stream.from_loader(loader, **options)
+    assert indices(examples) == list(range(len(LENGTHS)))
+
+
+def test_a_column_may_be_a_list_of_arrays_of_different_lengths():
+    columns = {"tokens": [x["tokens"] for x in make_examples()]}
+    columns["index"] = np.arange(len(LENGTHS))
+    # The last batch may have a single row.
+    last = {"tokens": [np.ones(3, np.int32)], "index": np.zeros(1)}
+    examples = jb.stream.from_loader([columns, last], batched=True)
+    assert [len(x["tokens"]) for x in examples] == [*LENGTHS, 3]
 
 
 def test_default_batches_of_torch_are_refused_if_they_are_transposed():

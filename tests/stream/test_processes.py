@@ -135,6 +135,11 @@ TOGETHER = (
     except ValueError as error:
         record("repeated", error)
 
+    # Equal examples, as for measurements, are not repetitions.
+    equal = [{"tokens": np.zeros(4, np.int32), "index": np.int32(0)}] * 40
+    loader = jb.stream.from_loader(equal, shard=jb.sharding.local_rows(mesh))
+    record("equal", sum(1 for _ in batches_of(loader)) > 0)
+
     def fail(example):
         if processes.index == 1 and example["index"] == 150:
             raise OSError("no network")
@@ -152,7 +157,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     lines = [run.recorded(index) for index in range(2)]
     steps = [printed_steps(run, index) for index in range(2)]
     check_each_example_once(steps, counts)
-    end, resumed, both, rejected, repeated = zip(
+    end, resumed, both, rejected, repeated, equal = zip(
         *(x[len(steps[0]) :] for x in lines), strict=True
     )
     # All processes end at the same step, with the same parameters.
@@ -161,6 +166,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     assert both == ("both True",) * 2
     assert all("seed is 0 in process 0, 1 in 1" in text for text in rejected)
     assert all("begin with the same 32 examples" in text for text in repeated)
+    assert equal == ("equal True",) * 2
     # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output

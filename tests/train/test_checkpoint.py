@@ -527,6 +527,19 @@ def test_a_different_model_or_optimizer_is_refused(saved):
     assert re.search(r"opt_state\..* is missing, but was", other)
     other = refusal(saved, make_state(mesh, tx=optax.adam(1e-3, mu_dtype="bfloat16")))
     assert re.search(r"mu\..* is bfloat16\[.*\], but was float32", other)
+    stateless = refusal(saved, make_state(mesh, tx=optax.scale(-0.1)))
+    assert re.search(r"opt_state\..* is missing, but was", stateless)
+
+
+def test_the_state_of_an_optimizer_may_be_an_array(dataset, tmp_path):
+    tx = optax.GradientTransformation(
+        lambda params: jnp.zeros(2, jnp.int32),
+        lambda updates, count, params=None: (updates, count + 1),
+    )
+    state = jb.create_state({"w": np.ones(3)}, tx)
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, dataset.position(1))
+        assert checkpoints.restore(state).state.opt_state.tolist() == [0, 0]
 
 
 def test_restoring_without_a_checkpoint_is_refused(tmp_path):

@@ -144,7 +144,7 @@ def test_a_sharding_that_does_not_fit_the_mesh_is_refused(axis, message):
 
 
 DIFFERENT = """
-import jax, numpy as np
+import jax, numpy as np, optax
 from flax import linen, nnx
 import jaxbucket as jb
 
@@ -160,6 +160,10 @@ with jb.Processes() as processes:
             nnx.Linear(1, 1, rngs=nnx.Rngs(index)), mesh=mesh
         ),
         lambda: jb.create_state(linen.Dense(1), mesh=mesh, sample=x + index),
+        # Values are not known inside of a trace.
+        jax.jit(lambda: jb.create_state({"w": np.ones(3)}, optax.adam(0.1), mesh)),
+        jax.jit(lambda: jb.create_state(linen.Dense(1), mesh=mesh, sample=x)),
+        lambda: jax.eval_shape(lambda: jb.create_state({"w": np.ones(3)}, mesh=mesh)),
     ):
         try:
             record(make().step)
@@ -172,9 +176,10 @@ def test_processes_that_initialize_differently_are_refused(launch):
     launched = launch(DIFFERENT)
     assert launched.status == 0, launched.output
     for index in range(2):
-        rngs, sample, model, same = launched.recorded(index)
+        rngs, sample, model, same, *traced, shape = launched.recorded(index)
         start = "of process 1 differs from that of process 0."
         assert rngs.startswith(f"`rngs` {start}")
         assert sample.startswith(f"`sample` {start}")
         assert model.startswith(f"`model` {start}")
-        assert same == "0"
+        assert [same, *traced] == ["0"] * 3
+        assert "ShapeDtypeStruct" in shape

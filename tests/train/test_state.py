@@ -653,13 +653,20 @@ def test_a_step_needs_an_optimizer():
         jb.make_train_step(times(1.0), None, jb.data_mesh())
 
 
-def test_an_optimizer_whose_initial_state_depends_on_values_is_accepted():
-    def init(params):
-        return {"largest": jnp.float32(max(float(x) for x in jax.tree.leaves(params)))}
-
+@pytest.mark.parametrize(
+    "init",
+    [
+        lambda w: jnp.float32(max(float(x) for x in jax.tree.leaves(w))),
+        lambda w: jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), w
+        ),
+    ],
+)
+def test_the_initial_state_may_depend_on_values_and_shardings(init):
     tx = optax.GradientTransformation(init, lambda grads, state, params: (grads, state))
     mesh = jb.data_mesh(jax.devices()[:1])
     batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    step = jb.make_train_step(times(1.0), tx, mesh)
-    state, _ = step(jb.create_state({"w": 1.0}, tx, mesh), batch)
-    assert state.opt_state["largest"] == 1
+    state = jb.create_state({"w": 1.0}, tx, mesh)
+    expected = jax.tree.map(float, state.opt_state)
+    state, _ = jb.make_train_step(times(1.0), tx, mesh)(state, batch)
+    assert jax.tree.map(float, state.opt_state) == expected

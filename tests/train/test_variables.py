@@ -508,6 +508,43 @@ def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
                 step(state, batch)
 
 
+def linen_normalization(axis_name):
+    class Module(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            norm = linen.BatchNorm(axis_name=axis_name, use_running_average=False)
+            return norm(x)
+
+    def loss(variables, batch, keys):
+        x = batch.features["x"][..., None]
+        y, new = Module().apply(variables, x, mutable=["batch_stats"])
+        total = jnp.sum(jnp.sin(y * x)[..., 0], where=batch.mask)
+        return total, batch.num_tokens, {}, new
+
+    return Module(), loss, {"sample": np.ones((1, 1, 1), np.float32)}
+
+
+def remat_of_averages(axis_name):
+    def loss(model, batch, keys):
+        call = nnx.remat(lambda norm, y: norm(y, use_running_average=True))
+        y = call(model.norm, model.w[...] * batch.features["x"][..., None])
+        return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens
+
+    return FlaxNormalized(), loss, {}
+
+
+@pytest.mark.parametrize("make", [linen_normalization, remat_of_averages])
+def test_batch_normalization_that_is_the_same_on_all_devices_is_accepted(make):
+    mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
+    batch, norms = on_mesh(make_batch(), mesh), []
+    for mode, axis_name in (("jit", None), ("shard_map", "data")):
+        module, loss, options = make(axis_name)
+        state = jb.create_state(module, tx, mesh, **options)
+        _, metrics = jb.make_train_step(loss, tx, mesh, mode=mode)(state, batch)
+        norms.append(metrics["grad_norm"])
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+
+
 def test_variables_as_third_value_are_refused():
     def loss(variables, batch, keys):
         total = variables["params"]["w"] * jnp.sum(batch.features["x"])
