@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 from jaxbucket.base.checks import check_integer
 
 _FINGERPRINT = "fingerprint"
-# The number of processes of a stream, None if it is unknown; absent for a schedule.
+# The number of processes of a stream, None if it is unknown; absent for a schedule, and
+# for a stream of an earlier version.
 _PROCESSES = "processes"
 
 
@@ -83,7 +84,7 @@ class DataPosition:
         changes = self.changes(other)
         if not changes:
             return
-        if _PROCESSES in self.schedule and _PROCESSES in other.schedule:
+        if _PROCESSES in other.schedule:
             self._refuse_stream(other, changes)
         if other._continues(self) and self.schedule.get("continues"):
             raise ValueError(
@@ -106,7 +107,8 @@ class DataPosition:
 
     def _refuse_stream(self, other: DataPosition, changes: list[str]) -> NoReturn:
         """Raises a ValueError for a stream, which has no `continue_with`."""
-        before, now = (x.schedule[_PROCESSES] for x in (self, other))
+        now = other.schedule[_PROCESSES]
+        before = self.schedule.get(_PROCESSES, now)
         if before != now:
             raise ValueError(
                 f"Cannot resume at step {self.step}, because the stream was read by "
@@ -151,11 +153,14 @@ def _changes(
     part: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, str]:
     """Returns a description of each changed entry in one part of a position."""
+    ignored = {_FINGERPRINT}
+    if not (_PROCESSES in old and _PROCESSES in new):
+        ignored.add(_PROCESSES)
     changes = {
         name: f"{part} {name.replace('_', ' ')} "
         f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in {**old, **new}
-        if name != _FINGERPRINT and not is_same(old.get(name), new.get(name))
+        if name not in ignored and not is_same(old.get(name), new.get(name))
     }
     # The fingerprint of the schedule is computed from the other two and from its own
     # entries, so it adds no information.

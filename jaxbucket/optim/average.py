@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any, NamedTuple
 
@@ -28,8 +29,9 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformationExtraArg
     """Keeps an exponential moving average (EMA) of the parameters for evaluation.
 
     It must be the last transformation of the chain, because it averages the parameters
-    after the update. It does not change updates. The average after t updates is the
-    weighted mean of the parameters after each of them, with weights that are
+    after the update. This is checked, unless what follows is a custom transformation
+    whose state is an array. It does not change updates. The average after t updates is
+    the weighted mean of the parameters after each of them, with weights that are
     proportional to `decay` to the power of 0, 1, ..., t - 1, from the last update back;
     the initial parameters have no weight (as in the bias correction of Adam, Kingma and
     Ba, "Adam: a method for stochastic optimization", 2015, section 3).
@@ -129,15 +131,30 @@ def check_average_is_last(opt_state: optax.OptState) -> None:
     for path, _ in _averages(opt_state):
         node = opt_state
         for key in path:
-            # Only the state of a chain is a plain tuple.
-            if type(node) is tuple and key.idx < len(node) - 1:
+            place, states = _place_in_chain(node, key)
+            # A custom wrapper may have the state `(inner, count)`, with an array.
+            if not all(map(_is_leaf, states[place + 1 :])):
                 raise ValueError(
-                    f"`average_params` is number {key.idx + 1} of {len(node)} "
+                    f"`average_params` is number {place + 1} of {len(states)} "
                     "transformations in a chain, and would average parameters before "
                     "the update is complete. Put it last: `optax.chain(..., "
                     "jb.optim.average_params())`."
                 )
             node = _child(node, key)
+
+
+def _place_in_chain(node: Any, key: Any) -> tuple[int, list[Any]]:
+    """Returns the place of a child among the states of a chain, and these states."""
+    if type(node) is tuple:
+        return key.idx, list(node)
+    # The state of `optax.named_chain`.
+    if isinstance(node, collections.OrderedDict):
+        return list(node).index(key.key), list(node.values())
+    return 0, []
+
+
+def _is_leaf(state: Any) -> bool:
+    return jax.tree_util.all_leaves([state])
 
 
 def _averages(opt_state: optax.OptState) -> list[tuple[Any, AverageParamsState]]:

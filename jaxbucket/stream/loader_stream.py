@@ -85,8 +85,9 @@ def from_loader(
 
     Raises:
       ValueError: if `loader` cannot be iterated over, or makes batches by PyTorch's
-        default `collate_fn` without `batched` or `to_example`. From an iterator: if a batch is not as described, or if a
-        generator is iterated over or resumed a second time.
+        default `collate_fn` without `batched` or `to_example`. From an iterator: if a
+        batch is not as described, or if a generator is iterated over or resumed a
+        second time.
     """
     if not isinstance(loader, Iterable):
         raise ValueError(

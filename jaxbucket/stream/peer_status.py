@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxbucket.data.example import Features
 
-
 # Fewer different examples may be the same by chance, or may be repeated on purpose.
 _MIN_DISTINCT = 4
 

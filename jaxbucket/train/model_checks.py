@@ -124,7 +124,8 @@ def _check_has_no_collections(params: Mapping[str, Any]) -> None:
         raise ValueError(
             f"`model` has the collections {others}, which would be trained as "
             "parameters. Pass the module and `sample=`, or `create_state(variables["
-            f'"params"], tx, mesh, variables={{{collections}}})`.'
+            f'"params"], tx, mesh, variables={{{collections}}})`. If all are '
+            'parameters, rename the key "params".'
         )
 
 

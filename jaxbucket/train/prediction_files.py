@@ -273,17 +273,22 @@ class _Files:
 
     def _replace_manifest(self, manifest: Manifest) -> None:
         """Saves a manifest, unless another job has changed it."""
+        self._check_no_other_job()
+        manifest.save(self._folder)
+        self._manifest = manifest
+
+    def _check_no_other_job(self) -> None:
         found = Manifest.read(self._folder)
         if (found and found.job) != (self._manifest and self._manifest.job):
             raise ValueError(
                 f"Another job writes into {self._folder}. Stop it and start this one "
                 "again, or choose a different directory for each job."
             )
-        manifest.save(self._folder)
-        self._manifest = manifest
 
     def _create(self, example: dict[str, np.ndarray]) -> None:
         """Creates the files for outputs like those of an example."""
+        # Its files are not foreign.
+        self._check_no_other_job()
         manifest = self._first_manifest(example)
         old = set() if self._manifest is None else self._manifest.files()
         new = manifest.files()

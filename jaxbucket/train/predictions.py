@@ -17,6 +17,8 @@ import numpy as np
 from jaxbucket.train.prediction_arrays import offsets_file, open_array
 
 MANIFEST, WRITTEN = "predictions.json", "written.npy"
+# Of the format of the files. The first version did not write it.
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Manifest:
       position: the position up to which outputs are written, as a dict.
       checksum: that of the parameters and variables.
       job: identifies the call that writes the files.
+      version: that of the format.
     """
 
     outputs: dict[str, OutputFile]
@@ -53,27 +56,38 @@ class Manifest:
     position: dict[str, Any]
     checksum: int
     job: str
+    version: int = _VERSION
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> Manifest | None:
         """Returns the manifest of a directory, or None if it has none.
 
         Raises:
-          ValueError: if the file is not a manifest.
+          ValueError: if the file is not a manifest, or one of another version.
         """
         path = folder / MANIFEST
         if not path.exists():
             return None
         try:
             fields = dict(json.loads(path.read_text()))
-            outputs = {n: OutputFile(**x) for n, x in fields.pop("outputs").items()}
-            fields["position"] = dict(fields["position"])
-            return cls(outputs, **fields)
+            outputs, fields["position"] = (
+                fields.pop("outputs"),
+                dict(fields["position"]),
+            )
+            version = int(fields.get("version", 1))
+            if version == _VERSION:
+                files = {name: OutputFile(**x) for name, x in outputs.items()}
+                return cls(files, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} is damaged or foreign: {error!r}. Delete the directory to "
                 "start again, or choose a different one."
             ) from None
+        kind = "an earlier" if version < _VERSION else "a later"
+        raise ValueError(
+            f"{path} was written by {kind} version of jaxbucket. Read the predictions with that version, or choose a "
+            "different directory to predict again."
+        )
 
     def save(self, folder: pathlib.Path) -> None:
         """Replaces the manifest atomically, so that a killed job leaves a valid one."""

@@ -81,6 +81,7 @@ AVERAGE = jb.optim.average_params(0.5)
         optax.chain(optax.sgd(1.0), AVERAGE, optax.identity()),
         optax.chain(optax.chain(optax.sgd(1.0), AVERAGE), optax.scale(2.0)),
         optax.MultiSteps(optax.chain(AVERAGE, optax.sgd(1.0)), 2),
+        optax.named_chain(("z", AVERAGE), ("a", optax.sgd(1.0))),
         optax.partition({"a": optax.chain(AVERAGE, optax.sgd(1.0))}, {"x": "a"}),
     ],
 )
@@ -92,10 +93,24 @@ def test_an_average_that_is_not_last_is_refused(tx):
         jb.optim.average_of(tx.init(params))
 
 
+def counting(tx):
+    """Returns a wrapper whose state is a plain tuple, though not that of a chain."""
+
+    def update(grads, state, params=None):
+        updates, inner = tx.update(grads, state[0], params)
+        return updates, (inner, state[1] + 1)
+
+    return optax.GradientTransformation(
+        lambda params: (tx.init(params), jnp.zeros((), jnp.int32)), update
+    )
+
+
 @pytest.mark.parametrize(
     "tx",
     [
         AVERAGE,
+        counting(optax.chain(optax.sgd(1.0), AVERAGE)),
+        optax.named_chain(("z", optax.sgd(1.0)), ("a", AVERAGE)),
         optax.chain(optax.sgd(1.0), optax.chain(optax.identity(), AVERAGE)),
         optax.MultiSteps(optax.chain(optax.sgd(1.0), AVERAGE), 2),
         optax.inject_hyperparams(

@@ -702,6 +702,14 @@ def test_a_stream_is_not_resumed_by_another_number_of_processes():
     message = "was read by 2 processes, and now by 1. Streams resume only with the same"
     with pytest.raises(ValueError, match=message):
         of_two.position(3).check_same(of_one.position(3))
+    # An earlier version did not save the number.
+    now = of_one.position(3)
+    schedule = {k: v for k, v in now.schedule.items() if k != "processes"}
+    earlier = dataclasses.replace(now, schedule=schedule)
+    earlier.check_same(now)
+    earlier = dataclasses.replace(earlier, schedule={**schedule, "pool_size": 9})
+    with pytest.raises(ValueError, match="pool size 9 -> 8.*or save to a different fo"):
+        earlier.check_same(now)
     with pytest.raises(ValueError, match="parts 1 -> 2.* only with the same number"):
         iter(of_two).set_state(iter(of_one).get_state())
 

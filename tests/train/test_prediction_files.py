@@ -104,6 +104,25 @@ def test_predictions_of_other_batches_are_refused(tmp_path):
         write(tmp_path, make_batches()[1])
 
 
+@pytest.mark.parametrize(
+    ("version", "message"), [(None, "an earlier version"), (3, "a later version")]
+)
+def test_predictions_of_another_version_are_refused(tmp_path, version, message):
+    batches = make_batches()[1]
+    write(tmp_path, batches)
+    path = tmp_path / "predictions.json"
+    fields = json.loads(path.read_text())
+    if version is None:
+        del fields["version"]
+        fields["outputs"]["total"] = {"dtype": "<f4", "shape": [], "sequence": False}
+    else:
+        fields["version"] = version
+    path.write_text(json.dumps(fields))
+    for read in (jb.train.Predictions, lambda folder: write(folder, batches)):
+        with pytest.raises(ValueError, match=f"was written by {message} of jaxbucket"):
+            read(tmp_path)
+
+
 def test_a_manifest_of_another_program_is_refused(tmp_path):
     for text in ('{"outputs": {}}', "[1]", '{"outputs": 1, "position": 2}'):
         (tmp_path / "predictions.json").write_text(text)
@@ -483,8 +502,8 @@ def test_a_job_that_failed_before_it_saved_starts_again(tmp_path):
     assert not (tmp_path / "other.npy").exists()
 
 
-@pytest.mark.parametrize("other", [2, 3])
-def test_two_jobs_do_not_share_a_directory(tmp_path, other):
+@pytest.mark.parametrize(("other", "when"), [(2, 4), (3, 4), (3, 1)])
+def test_two_jobs_do_not_share_a_directory(tmp_path, other, when):
     """The first job has not saved when another one starts, with its model or not."""
     source, batches = make_batches()
     step = jb.make_predict_step(predict_fn, batches.mesh)
@@ -496,7 +515,7 @@ def test_two_jobs_do_not_share_a_directory(tmp_path, other):
 
     def slow(state, batch):
         calls.append(batch)
-        if len(calls) == 4:
+        if len(calls) == when:
             jb.train.write_predictions(tmp_path, step, states[1], batches, **options)
         return step(state, batch)
 

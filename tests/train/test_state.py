@@ -357,7 +357,8 @@ class Normalized(nnx.Module):
                 ),
                 (
                     {"params": {"w": jnp.ones(1)}, "counters": {"n": jnp.ones(1)}},
-                    r"collections \['counters'\].*variables=.\"counters\": variables",
+                    r"collections \['counters'\].*variables=.\"counters\": variables.*"
+                    'If all are parameters, rename the key "params"',
                 ),
             )
         ),
