@@ -85,8 +85,8 @@ class Manifest:
             ) from None
         kind = "an earlier" if version < _VERSION else "a later"
         raise ValueError(
-            f"{path} was written by {kind} version of jaxbucket. Read the predictions with that version, or choose a "
-            "different directory to predict again."
+            f"{path} was written by {kind} version of jaxbucket. Read the predictions "
+            "with that version, or choose a different directory to predict again."
         )
 
     def save(self, folder: pathlib.Path) -> None:
