@@ -155,9 +155,9 @@ def test_the_loops_of_the_page_on_streams_end_in_two_processes(tmp_path):
 with jb.Processes() as processes:
     ...
     import grain
-    source = source[:600]
-    my_part = source[: 200] if processes.index else source[200:]
-    my_part = grain.MapDataset.source(my_part).to_iter_dataset()
+    # Of its loader, each process reads every second example.
+    loader = source[: 400] if processes.index else source[:800]
+    loader = grain.MapDataset.source(loader).to_iter_dataset()
 """
     tell = "print(step, batches.ended, batches.counts.read)"
     printed = output_of_two(begin + textwrap.indent(loop, "    "), tell, tmp_path)
