@@ -236,26 +236,19 @@ class BucketPlan:
           `[N]`, or `[N, Q]` with a column for each of several sequences.
 
         Raises:
-          ValueError: if the lengths are not positive integers, or if one is longer than
-            the last bucket and `overlong` is "error" or "split".
+          ValueError: if the lengths are not positive integers, or if no bucket holds
+            one and `overlong` is "error" or "split".
         """
         if self.sequences:
-            return self._check_several(lengths_matrix(lengths, self.sequences))
+            columns = lengths_matrix(lengths, self.sequences)
+            self._assign_several(columns)
+            return columns
         lengths = check_lengths(cast(ArrayLike, lengths))
         longest = self.max_seq_len
         if self.overlong == "error" and lengths.max() > longest:
             raise ValueError(overlong_message(lengths, longest))
         if self.overlong == "split" and lengths.max() > longest:
             raise ValueError(unsplit_message(lengths, longest))
-        return lengths
-
-    def _check_several(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns `[N, Q]` lengths, after checking that a bucket holds each."""
-        for column, name in enumerate(self.sequences):
-            longest = self.max_seq_lens[name]
-            is_error = self.policy(name) == "error"
-            if is_error and lengths[:, column].max() > longest:
-                raise ValueError(overlong_message(lengths[:, column], longest, name))
         return lengths
 
     def assign(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
@@ -272,12 +265,11 @@ class BucketPlan:
           `overlong="drop"` leaves out.
 
         Raises:
-          ValueError: if `check` raises it, or no bucket holds an example although none
-            of its sequences is too long.
+          ValueError: if `check` raises it.
         """
-        lengths = self.check(lengths)
         if self.sequences:
-            return self._assign_several(lengths)
+            return self._assign_several(lengths_matrix(lengths, self.sequences))
+        lengths = self.check(lengths)
         index = assignment.shortest(lengths, self.boundaries)
         over = index == len(self)
         if self.overlong == "truncate":
@@ -287,6 +279,11 @@ class BucketPlan:
         return index
 
     def _assign_several(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the bucket of each example, `[N]` int16, from `[N, Q]` lengths."""
+        for column, name in zip(lengths.T, self.sequences, strict=True):
+            longest = self.max_seq_lens[name]
+            if self.policy(name) == "error" and column.max() > longest:
+                raise ValueError(overlong_message(column, longest, name))
         used = self.truncated(lengths)
         row_costs = self.costs / self.batch_sizes
         index = assignment.cheapest(used, self.seq_lens, row_costs)

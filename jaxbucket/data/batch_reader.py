@@ -196,15 +196,17 @@ class BatchReader:
     def _reject_length(
         self, index: int, name: str, length: int, measured: int, step: int
     ) -> NoReturn:
+        which = f", sequence {name!r}," if self.schedule.plan.sequences else ""
         if self.transform is None:
-            raise_length_changed(index, length, measured)
+            raise_length_changed(index, length, measured, which)
         try:
             before = self._lengths(self.source[index])[name]
         except Exception:
             # The untransformed example may have different features.
             before = measured
         if before != measured:
-            raise_length_changed(index, before, measured, ", before `transform`,")
+            which = f"{which.removesuffix(',')}, before `transform`,"
+            raise_length_changed(index, before, measured, which)
         raise ValueError(
             f"`transform` changed the length of `source[{index}]`, for step {step}, "
             f"from {measured} to {length}, but its batch was planned for {measured}. "

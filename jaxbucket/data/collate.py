@@ -98,7 +98,7 @@ def collate_rows(
         is one nonzero number for several features, names an unknown feature, or does
         not fit a dtype; if there are more than B rows, or more than `max_segments`
         examples in a row; if all rows are empty and `like` is missing; or if `truncate`
-        is set for packed rows.
+        is set for packed rows, or names an unknown sequence.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -118,8 +118,7 @@ def collate_rows(
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
     groups = sequence_groups(template, sequences, several)
     seq_lens = several or dict.fromkeys(groups, bucket.tokens_per_row)
-    if isinstance(truncate, bool):
-        truncate = list(groups) if truncate else ()
+    truncated = _truncated(truncate, groups)
     widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
     # The leading axes of all features that are not sequences.
     leading = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
@@ -132,7 +131,7 @@ def collate_rows(
             for key, names in groups.items():
                 start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
                 end = start + common_length(arrays, names, row)
-                if end > seq_len and key not in truncate:
+                if end > seq_len and key not in truncated:
                     suffix = f" of {key!r}" if several else ""
                     packed = max_segments is not None
                     raise too_long_error(row, end, seq_len, suffix, packed)
@@ -151,6 +150,19 @@ def collate_rows(
         {key: ids for key, (ids, _) in segment_arrays.items()},
         {key: positions for key, (_, positions) in segment_arrays.items()},
     )
+
+
+def _truncated(truncate: bool | Collection[str], names: Collection[str]) -> set[str]:
+    """Returns the names of the sequences to truncate."""
+    if isinstance(truncate, bool):
+        return set(names) if truncate else set()
+    chosen = {truncate} if isinstance(truncate, str) else set(truncate)
+    if unknown := chosen - set(names):
+        raise ValueError(
+            f"`truncate` names {sorted(unknown)}, but the sequences are "
+            f"{sorted(names)}. Name some of these, or pass True."
+        )
+    return chosen
 
 
 def _segments(

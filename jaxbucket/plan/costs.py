@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_number, check_positive
+from jaxbucket.base.sizes import Sizes, total
 
 CostFn: TypeAlias = Callable[[int, int], float]
 SECONDS = "s"
@@ -37,6 +38,8 @@ def unit_of(cost_fn: Callable[..., Any]) -> str:
 @dataclasses.dataclass(frozen=True)
 class TokenCost:
     """Costs proportional to B * T: every position costs the same, padding included.
+
+    With several sequences, T is the sum of their T.
 
     Example:
       >>> TokenCost()(8, 128), TokenCost(tokens_per_second=4096)(8, 128)
@@ -60,13 +63,38 @@ class TokenCost:
         """The unit of the cost: "tokens", or "s" with `tokens_per_second`."""
         return "tokens" if self.tokens_per_second is None else SECONDS
 
-    def __call__(self, batch_size: int, seq_len: int) -> float:
-        tokens = batch_size * seq_len
+    def __call__(self, batch_size: int, seq_len: int | Sizes) -> float:
+        tokens = batch_size * total(seq_len)
         return tokens / self.tokens_per_second if self.tokens_per_second else tokens
 
 
+class FlopCost:
+    """The checks and the unit that costs of transformers share."""
+
+    width: int
+    depth: int
+    vocab_size: int
+    flops_per_second: float | None
+
+    def __post_init__(self):
+        for name in ("width", "depth"):
+            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
+        if self.vocab_size:
+            vocab_size = check_positive("vocab_size", self.vocab_size)
+            object.__setattr__(self, "vocab_size", vocab_size)
+        _check_speed(self, "flops_per_second")
+
+    @property
+    def unit(self) -> str:
+        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
+        return "FLOP" if self.flops_per_second is None else SECONDS
+
+    def _in_unit(self, flops: float) -> float:
+        return flops / self.flops_per_second if self.flops_per_second else flops
+
+
 @dataclasses.dataclass(frozen=True)
-class TransformerCost:
+class TransformerCost(FlopCost):
     """Floating-point operations of a train step of a transformer.
 
     The cost is 72 B T L d^2 (1 + T / 6d + V / 12 L d) for L layers of width d and V
@@ -95,24 +123,15 @@ class TransformerCost:
     vocab_size: int = 0
     flops_per_second: float | None = None
 
-    def __post_init__(self):
-        for name in ("width", "depth"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        if self.vocab_size:
-            vocab_size = check_positive("vocab_size", self.vocab_size)
-            object.__setattr__(self, "vocab_size", vocab_size)
-        _check_speed(self, "flops_per_second")
-
-    @property
-    def unit(self) -> str:
-        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
-        return "FLOP" if self.flops_per_second is None else SECONDS
-
     def __call__(self, batch_size: int, seq_len: int) -> float:
+        if isinstance(seq_len, Mapping):
+            raise ValueError(
+                "`TransformerCost` requires examples with one length. Use "
+                "`EncoderDecoderCost` or your own function"
+            )
         dense = 72 * self.depth * self.width**2 + 6 * self.width * self.vocab_size
         attention = 12 * self.depth * self.width * seq_len
-        flops = batch_size * seq_len * (dense + attention)
-        return flops / self.flops_per_second if self.flops_per_second else flops
+        return self._in_unit(batch_size * seq_len * (dense + attention))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +300,7 @@ def _non_negative(relative: np.ndarray) -> np.ndarray:
     return np.maximum(solution.x[:num_terms], 0) / scale
 
 
-def _check_speed(cost: TokenCost | TransformerCost, name: str) -> None:
+def _check_speed(cost: TokenCost | FlopCost, name: str) -> None:
     speed = getattr(cost, name)
     if speed is not None:
         object.__setattr__(cost, name, check_number(name, speed))

@@ -17,7 +17,7 @@ from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
-from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.limits import Limits, check_limits
 from jaxbucket.plan.optimal import Optimum
 
 # How many numbers of buckets are tried per doubling. Up to twice this number, all are.
@@ -232,6 +232,7 @@ def plan_curve(
         limits; if `compile_seconds`, `num_epochs` or `max_buckets` is not positive; if
         the cost function does not return seconds.
     """
+    check_limits(limits)
     _check_seconds(limits)
     if compile_seconds is None:
         raise ValueError(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from jaxbucket.base.checks import check_number, check_positive
-from jaxbucket.plan.costs import SECONDS
+from jaxbucket.plan.costs import FlopCost
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderDecoderCost:
+class EncoderDecoderCost(FlopCost):
     """Floating-point operations of a train step of an encoder and a decoder.
 
     Per row, an encoder of L layers of width d costs 72 S L d^2 + 12 L d S^2 for S
@@ -46,27 +45,15 @@ class EncoderDecoderCost:
     vocab_size: int = 0
     flops_per_second: float | None = None
 
-    def __post_init__(self):
-        for name in ("width", "depth"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        if self.vocab_size:
-            vocab_size = check_positive("vocab_size", self.vocab_size)
-            object.__setattr__(self, "vocab_size", vocab_size)
-        if self.flops_per_second is not None:
-            speed = check_number("flops_per_second", self.flops_per_second)
-            object.__setattr__(self, "flops_per_second", speed)
-
-    @property
-    def unit(self) -> str:
-        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
-        return "FLOP" if self.flops_per_second is None else SECONDS
-
     def __call__(self, batch_size: int, seq_lens: Mapping[str, int]) -> float:
         if not isinstance(seq_lens, Mapping):
-            raise ValueError("this cost requires examples with several sequences")
+            raise ValueError(
+                "`EncoderDecoderCost` requires examples with several sequences. Use "
+                "`TransformerCost` or your own function"
+            )
         s, t = seq_lens[self.source], seq_lens[self.target]
         dense = 72 * (s + t) + 12 * (s + t)
         attention = 12 * (s * s + t * t + s * t)
         layers = self.depth * self.width * (self.width * dense + attention)
-        flops = batch_size * (layers + 6 * t * self.vocab_size * self.width)
-        return flops / self.flops_per_second if self.flops_per_second else flops
+        outputs = 6 * t * self.vocab_size * self.width
+        return self._in_unit(batch_size * (layers + outputs))

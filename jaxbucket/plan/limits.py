@@ -282,6 +282,15 @@ class Limits:
         )
 
 
+def check_limits(limits: Any) -> None:
+    """Raises a ValueError for anything but `Limits`, such as limits of sequences."""
+    if not isinstance(limits, Limits):
+        raise ValueError(
+            f"`limits` is a {type(limits).__name__}. Pass `Limits`, for examples with "
+            "one length."
+        )
+
+
 class BatchSizeLimits(Protocol):
     """The limits on B that `Limits` and `SequenceLimits` share."""
 

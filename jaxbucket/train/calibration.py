@@ -230,6 +230,12 @@ def _checked_shapes(shapes: Iterable[Bucket]) -> list[Bucket]:
             raise ValueError(
                 f"`shapes` contains {shape!r}. Pass `Bucket(batch_size, seq_len)`."
             )
+        if not isinstance(shape.seq_len, int):
+            raise ValueError(
+                f"`shapes` contains {shape}, but calibration requires shapes with a "
+                "single T. Plan for several sequences with a cost function, such as "
+                "`jb.plan.EncoderDecoderCost`."
+            )
         if shapes.count(shape) > 1:
             raise ValueError(
                 f"`shapes` contains {shape} more than once. Remove the duplicate."

@@ -278,8 +278,8 @@ class _Files:
         self._manifest = manifest
 
     def _check_no_other_job(self) -> None:
-        found = Manifest.read(self._folder)
-        if (found and found.job) != (self._manifest and self._manifest.job):
+        saved = Manifest.read(self._folder)
+        if (saved and saved.job) != (self._manifest and self._manifest.job):
             raise ValueError(
                 f"Another job writes into {self._folder}. Stop it and start this one "
                 "again, or choose a different directory for each job."

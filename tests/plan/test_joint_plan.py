@@ -216,3 +216,24 @@ def test_names_of_sequences_may_come_in_any_order():
     assert limits.sequences == ("a", "b")
     plan = jb.plan.plan_jointly({"a": [1], "b": [2]}, limits).plan
     assert plan.sequences == ("a", "b")
+
+
+def test_functions_of_one_length_refuse_limits_of_several():
+    limits = jb.plan.SequenceLimits(sequences=("a", "b"), max_tokens=9)
+    with pytest.raises(ValueError, match="is a SequenceLimits. Pass `Limits`, for"):
+        jb.plan.plan_curve([1], limits, compile_seconds=1)
+    with pytest.raises(ValueError, match="is a SequenceLimits. Pass `Limits`, for"):
+        jb.plan.compare_plans([1], limits, num_buckets=1)
+
+
+def test_costs_of_transformers_say_how_many_sequences_they_require():
+    pairs, cost = make_pairs(0), jb.plan.EncoderDecoderCost("source", "target", 2, 1)
+    with pytest.raises(ValueError, match="`EncoderDecoderCost` requires examples with"):
+        jb.plan_buckets(pairs["source"], max_tokens=99, cost_fn=cost)
+    with pytest.raises(ValueError, match="`TransformerCost` requires examples"):
+        jb.plan_buckets(pairs, max_tokens=999, cost_fn=jb.plan.TransformerCost(2, 1))
+    plans = [
+        jb.plan_buckets(pairs, max_tokens=999, num_buckets=3, cost_fn=cost_fn)
+        for cost_fn in (None, jb.plan.TokenCost())
+    ]
+    assert plans[0].buckets == plans[1].buckets

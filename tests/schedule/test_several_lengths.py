@@ -334,3 +334,30 @@ def test_a_bucket_holds_batches_that_are_shorter_in_every_sequence():
     assert not bucket.holds(jb.Bucket(2, {"a": 1, "c": 1}))
     assert not bucket.holds(jb.Bucket(2, 3))
     assert not jb.Bucket(2, 30).holds(bucket)
+
+
+def test_an_example_that_no_bucket_holds_is_named_by_its_index():
+    size = (1 << 20) + 10
+    lengths = {name: np.ones(size, np.int32) for name in ("a", "b")}
+    lengths["a"][size - 1] = lengths["b"][size - 1] = 3
+    plan = jb.BucketPlan.from_shapes([(1, {"a": 8, "b": 2}), (1, {"a": 2, "b": 8})])
+    with pytest.raises(ValueError, match=f"Example {size - 1} has the lengths"):
+        jb.BatchSchedule(plan, lengths)
+
+
+def test_a_changed_length_names_its_sequence():
+    plan = jb.BucketPlan.from_shapes([(1, {"a": 4, "b": 4})])
+    schedule = jb.BatchSchedule(plan, {"a": [2], "b": [2]})
+    source = [{"a": [1, 1], "b": [1]}]
+    with pytest.raises(ValueError, match=r"`source\[0\]`, sequence 'b', has length 1"):
+        list(jb.batch_dataset(source, schedule))
+
+
+def test_only_sequences_can_be_truncated():
+    bucket, row = jb.Bucket(1, {"a": 1, "ab": 2}), {"a": [1, 1], "ab": [1, 1, 1]}
+    with pytest.raises(
+        ValueError, match=r"`truncate` names \['x'\], but the sequences"
+    ):
+        jb.data.collate_rows([row], bucket, truncate=["a", "x"])
+    with pytest.raises(ValueError, match="of 'a', beyond `seq_len=1`"):
+        jb.data.collate_rows([row], bucket, truncate="ab")

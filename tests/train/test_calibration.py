@@ -251,6 +251,10 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
     [
         (lambda: calibrate(shapes=[]), "`shapes` is empty. Pass at least one"),
         (
+            lambda: calibrate(shapes=[jb.Bucket(8, {"a": 2, "b": 2})]),
+            "requires shapes with a single T",
+        ),
+        (
             lambda: calibrate(shapes=[(4, 8)]),
             "`shapes` contains (4, 8). Pass `Bucket(batch_size, seq_len)`.",
         ),

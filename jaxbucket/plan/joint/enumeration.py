@@ -83,9 +83,9 @@ class Enumeration:
         for _ in range(self.num_buckets - len(self.fixed) + 1):
             complete = sets[paid @ self.counts < limit]
             if complete.shape[1] + len(self.fixed):
-                found, cost = self._cheapest(complete, rates)
+                candidate, cost = self._cheapest(complete, rates)
                 if cost < limit:
-                    best, limit = found, cost
+                    best, limit = candidate, cost
             extended = []
             for parents, shapes in self._extensions(sets):
                 work += len(parents) * paid.shape[1]

@@ -21,7 +21,7 @@ from jaxbucket.plan.formatting import (
     format_number,
     number_table,
 )
-from jaxbucket.plan.limits import Limits, costed
+from jaxbucket.plan.limits import Limits, check_limits, costed
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
 from jaxbucket.plan.reports.epoch import Report, report
@@ -284,6 +284,7 @@ def compare_plans(
             "their epochs cannot be compared. Choose a different value, or call "
             "`report` for each plan."
         )
+    check_limits(limits)
     candidates = limits.candidates(lengths)
     num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
     optimum = Optimum(candidates, num_buckets)
