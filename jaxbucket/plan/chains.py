@@ -32,11 +32,8 @@ def nested_shapes(
     for numbers in (lengths.max(axis=1), lengths.sum(axis=1, dtype=np.int64)):
         seq_lens, candidates = _candidates(lengths, numbers, limits)
         # The last shape holds all examples.
-        if (
-            len(candidates)
-            and seq_lens[-1].tolist()
-            == _rounded(lengths.max(axis=0)[None], limits)[0].tolist()
-        ):
+        longest = limits.rounded(lengths.max(axis=0))
+        if len(candidates) and np.array_equal(seq_lens[-1], longest):
             yield seq_lens[optimal(candidates, min(num_buckets, len(candidates)))]
 
 
@@ -51,7 +48,7 @@ def _candidates(
         places = np.linspace(0, len(order), _MAX_ENDS + 1)[1:]
         ends = np.unique(ends[np.searchsorted(ends, np.ceil(places))])
     longest = np.maximum.accumulate(lengths[order], axis=0)[ends - 1]
-    seq_lens = _rounded(longest, limits)
+    seq_lens = limits.rounded(longest)
     # The last of equal shapes holds the most examples.
     is_last = np.append((seq_lens[1:] != seq_lens[:-1]).any(axis=1), True)
     batch_sizes = limits.batch_sizes(seq_lens)
@@ -66,8 +63,3 @@ def _candidates(
         costs=limits.costs(batch_sizes, seq_lens) * limits.accumulate,
         complete=False,
     )
-
-
-def _rounded(lengths: np.ndarray, limits: SequenceLimits) -> np.ndarray:
-    """Returns lengths rounded up to possible T, `[n, Q]` int64."""
-    return -(-lengths.astype(np.int64) // limits.multiples) * limits.multiples

@@ -92,6 +92,9 @@ is cheaper.
     num_buckets = check_positive("num_buckets", num_buckets)
     matrix = lengths_matrix(lengths, limits.sequences)
     planned = limits.planned_lengths(matrix)
+    # The longest examples need the largest shapes.
+    longest = [planned.sum(axis=1).argmax(), *planned.argmax(axis=0)]
+    limits.check_shapes(limits.rounded(planned[longest]))
     shapes = search_shapes(
         planned,
         num_buckets,

@@ -168,8 +168,12 @@ class SequenceLimits:
         last = self._each(self.max_seq_len)
         if last is not None:
             return np.array(list(last.values()), np.int64)
-        longest = lengths.max(axis=0).astype(np.int64)
-        return -(-longest // self.multiples) * self.multiples
+        return self.rounded(lengths.max(axis=0))
+
+    def rounded(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns lengths rounded up to possible T, `[..., Q]` int64."""
+        multiples = self.multiples
+        return -(-lengths.astype(np.int64) // multiples) * multiples
 
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the lengths of the examples to plan for, `[n, Q]`.
@@ -259,6 +263,37 @@ class SequenceLimits:
         ]
         return np.array(costs, np.float64)
 
+    def check_shapes(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the largest B for each shape, `[n]` int64.
+
+        Args:
+          seq_lens: `[n, Q]` int64, the T of each sequence.
+
+        Raises:
+          ValueError: if the budget does not hold the fewest rows of a shape.
+        """
+        batch_sizes = self.batch_sizes(seq_lens)
+        if batch_sizes.all():
+            return batch_sizes
+        bad = int(np.argmin(batch_sizes))
+        shape = list(self._sizes(seq_lens))[bad]
+        multiple = self.batch_size_multiple
+        least = -(-self.min_batch_size // multiple) * multiple
+        budget, needed = self.max_tokens, ""
+        if isinstance(budget, int):
+            needed = f" to {least * shape.total}"
+        elif isinstance(budget, Sizes):
+            needed = f" to {Sizes({name: least * t for name, t in shape.items()})!r}"
+        lower = "`max_seq_len`"
+        if least > 1:
+            name = "min_batch_size" if least > multiple else "batch_size_multiple"
+            lower = f"`{name}={getattr(self, name)}` or {lower}"
+        raise ValueError(
+            f"`max_tokens={budget}` does not hold {least} "
+            f"{'row' if least == 1 else 'rows'} of `seq_len={shape!r}`. Raise "
+            f"`max_tokens`{needed}, or lower {lower}."
+        )
+
     def plan(self, seq_lens: np.ndarray) -> BucketPlan:
         """Returns the plan whose buckets have the given T.
 
@@ -268,15 +303,8 @@ class SequenceLimits:
         Raises:
           ValueError: if a bucket cannot hold a single row.
         """
-        batch_sizes = self.batch_sizes(seq_lens)
+        batch_sizes = self.check_shapes(seq_lens)
         shapes = list(self._sizes(seq_lens))
-        if not batch_sizes.all():
-            bad = int(np.argmin(batch_sizes))
-            raise ValueError(
-                f"`max_tokens={self.max_tokens}` does not hold a batch of "
-                f"`seq_len={shapes[bad]!r}`. Raise `max_tokens`, or lower "
-                "`batch_size_multiple`, `min_batch_size` or `max_seq_len`."
-            )
         buckets = sorted(
             (Bucket(b, t) for b, t in zip(batch_sizes.tolist(), shapes, strict=True)),
             key=lambda bucket: bucket.seq_len,

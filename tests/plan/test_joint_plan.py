@@ -164,7 +164,15 @@ def test_few_long_examples_are_planned_well():
         ({"boundaries": []}, "`boundaries` is empty"),
         ({"boundaries": [8]}, "Pass a mapping with a T for each"),
         ({"boundaries": [{"source": 9, "target": 9}]}, "beyond all buckets"),
-        ({"max_tokens": 50}, "does not hold|No batch of the shape"),
+        ({"max_tokens": 50}, r"`max_tokens=50` does not hold 1 row of .* to \d+, or"),
+        (
+            {"max_tokens": 300, "batch_size_multiple": 4},
+            "does not hold 4 rows of .*, or lower `batch_size_multiple=4` or `max_",
+        ),
+        (
+            {"max_tokens": {"source": 999, "target": 9}},
+            r"does not hold 1 row of .* to \{'source': \d+, 'target': \d+\}",
+        ),
         ({"max_tokens": {"source": 9, "goal": 9}}, r"sequences \['goal', 'source'\]"),
         ({"max_tokens": {"source": 9, "target": 0}}, r"max_tokens\['target'\]=0"),
         ({"max_tokens": lambda sizes: 0}, r"max_tokens\(source .*\)=0` must be"),
