@@ -264,7 +264,10 @@ def with_torch(local_keys: np.ndarray, index: int, count: int) -> Method:
         np.testing.assert_array_equal(indices, expected[start : start + len(indices)])
         return {"bytes_per_key": None, "most_by_mean": max(sizes) / np.mean(sizes)}
 
-    return sort, distributed.barrier, check
+    def barrier() -> None:
+        distributed.barrier()
+
+    return sort, barrier, check
 
 
 METHODS = {"sample_sort": with_jax, "torch, lists": with_torch}

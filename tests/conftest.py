@@ -28,15 +28,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Sets up a compilation cache that is shared by the processes that tests start.
+def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Lets the processes that tests start compile quickly.
 
-    The test process itself does not use it: its jax has already read the environment.
+    They share a compilation cache, and have no slow XLA optimizations. The test process
+    itself is not affected: its jax has already read the environment.
     """
     folder = tmp_path_factory.mktemp("compiled")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 
 @pytest.fixture
@@ -196,9 +198,8 @@ def problem(request: pytest.FixtureRequest) -> Problem:
 
 
 @pytest.fixture
-def few_optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Disables slow XLA optimizations, except in exhaustive tests."""
-    is_exhaustive = request.node.get_closest_marker("exhaustive") is not None
-    jax.config.update("jax_disable_most_optimizations", not is_exhaustive)
+def few_optimizations() -> Iterator[None]:
+    """Disables slow XLA optimizations."""
+    jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

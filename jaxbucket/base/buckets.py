@@ -23,7 +23,7 @@ from jaxbucket.base.checks import (
     unsplit_message,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import lengths_matrix
+from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
 
@@ -225,7 +225,7 @@ class BucketPlan:
             return self.overlong[cast(str, sequence)]
         return self.overlong
 
-    def check(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
+    def check(self, lengths: Lengths) -> np.ndarray:
         """Returns `lengths` as an integer array, after checking them.
 
         Args:
@@ -251,7 +251,7 @@ class BucketPlan:
             raise ValueError(unsplit_message(lengths, longest))
         return lengths
 
-    def assign(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
+    def assign(self, lengths: Lengths) -> np.ndarray:
         """Returns the bucket of each example.
 
         This is the shortest bucket that it fits in. With several sequences, it is the
@@ -314,7 +314,7 @@ class BucketPlan:
         limits = np.minimum(limits, MAX_LENGTH).astype(lengths.dtype)
         return np.minimum(lengths, limits)
 
-    def kept_lengths(self, lengths: ArrayLike | Mapping[str, ArrayLike]) -> np.ndarray:
+    def kept_lengths(self, lengths: Lengths) -> np.ndarray:
         """Returns the lengths of the examples in batches, `[n]` or `[n, Q]`.
 
         Examples that `overlong="drop"` leaves out are missing, and "truncate" limits

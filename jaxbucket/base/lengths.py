@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.base.sizes import check_sequence_names
+
+# One length per example, or one per example for each sequence by name.
+Lengths: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
 
 def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ from jaxbucket.base.checks import (
     split_line,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import check_parts
+from jaxbucket.base.lengths import Lengths, check_parts
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.pattern import Pattern
@@ -151,7 +151,7 @@ class Packing:
 
 @bar_if_slow("Packing")
 def pack(
-    lengths: ArrayLike | Mapping[str, ArrayLike],
+    lengths: Lengths,
     max_seq_len: int | Sequence[int] | Mapping[str, int],
     *,
     max_segments_per_row: int | None = None,

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan import boundary_rules
@@ -41,7 +42,7 @@ RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 
 @bar_if_slow("Planning buckets")
 def plan_buckets(
-    lengths: ArrayLike | Mapping[str, ArrayLike],
+    lengths: Lengths,
     *,
     max_tokens: Budget | SequenceBudget,
     num_buckets: int | Literal["auto"] = 8,

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
@@ -24,7 +22,7 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
-from jaxbucket.base.lengths import total_lengths
+from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
@@ -121,7 +119,7 @@ class BatchSchedule(Schedule):
     def __init__(
         self,
         plan: BucketPlan,
-        lengths: ArrayLike | Mapping[str, ArrayLike],
+        lengths: Lengths,
         *,
         seed: int = 0,
         order: OrderName | Order = "spread",

@@ -55,10 +55,10 @@ def last_message(run, index: int) -> str:
 
 FAULTS = {
     "killed worker": (1, "os.kill(os.getpid(), signal.SIGKILL)", "no heartbeat"),
-    "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "lost the"),
     "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
 }
 SLOW_FAULTS = {
+    "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "lost the"),
     "raising coordinator": (0, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
     "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat"),
     "leaving worker": (1, "sys.exit('bad row')", "raised SystemExit: bad row"),

@@ -45,6 +45,7 @@ def test_train_lm_compiles_everything_before_the_first_step(
     assert summary["bytes_per_second"] > 0
 
 
+@pytest.mark.exhaustive
 def test_train_lm_continues_from_its_checkpoint(example, jsonl, tmp_path, capsys):
     folder = tmp_path / "executables"
     options = ("--data", jsonl, "--num-buckets", 1, "--executables", folder)

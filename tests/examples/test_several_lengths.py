@@ -29,7 +29,7 @@ def run(module, name: str, capsys: pytest.CaptureFixture[str], *options: str):
     return list(map(float, losses)), compiles["train_step"], len(shapes)
 
 
-@pytest.mark.parametrize("name", ["seq2seq", "speech_ctc"])
+@pytest.mark.parametrize("name", ["seq2seq", "speech_ctc", "pairs"])
 def test_learns_with_one_compilation_per_shape(example, capsys, name):
     losses, num_compiles, num_shapes = run(example(name), name, capsys)
     assert len(losses) == 10
@@ -37,14 +37,11 @@ def test_learns_with_one_compilation_per_shape(example, capsys, name):
     assert num_compiles == num_shapes > 1
 
 
-@pytest.mark.parametrize(
-    "mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_pairs_has_equal_losses_in_every_mode(example, capsys, mode):
     module = example("pairs")
-    losses, num_compiles, num_shapes = run(module, "pairs", capsys)
-    assert num_compiles == num_shapes == 2
-    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    losses, _, _ = run(module, "pairs", capsys)
     others, _, _ = run(module, "pairs", capsys, "--mode", mode)
     # Losses are printed with three digits after the point.
     np.testing.assert_allclose(others, losses, atol=2e-3)
@@ -93,6 +90,7 @@ def test_padding_does_not_count_in_speech(example):
     check_loss(module.loss_fn, model, batch)
 
 
+@pytest.mark.exhaustive
 def test_speech_is_masked_alike_in_any_shape_and_equals_examples_one_by_one(example):
     module = example("speech_ctc")
     model = module.Recognizer(8, nnx.Rngs(0))

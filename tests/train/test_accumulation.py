@@ -127,13 +127,10 @@ def distance(got, want):
     ("loss", "mode", "num_devices"),
     [
         ("tokens", "pmap", 8),
+        pytest.param("tokens", "jit", 1, marks=EXHAUSTIVE),
+        pytest.param("tokens", "shard_map", 1, marks=EXHAUSTIVE),
         pytest.param("examples", "jit", 8, marks=EXHAUSTIVE),
         ("task", "shard_map", 8),
-        *(
-            pytest.param("tokens", mode, count, marks=EXHAUSTIVE)
-            for mode in MODES
-            for count in (1, 8)
-        ),
     ],
 )
 @pytest.mark.parametrize(
@@ -344,11 +341,12 @@ with jb.Processes() as processes:
 
 
 # "shard_map" in several processes is tested with steps without accumulation.
+@EXHAUSTIVE
 @pytest.mark.parametrize(
     ("mode", "dtype", "limit"),
     [
         ("jit", "float32", 1e-5),
-        pytest.param("pmap", "float64", 1e-12, marks=EXHAUSTIVE),
+        ("pmap", "float64", 1e-12),
     ],
 )
 def test_two_processes_compute_the_gradient_of_one(launch, mode, dtype, limit):

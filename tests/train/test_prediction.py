@@ -437,6 +437,7 @@ with jb.Processes() as processes:
 """
 
 
+@pytest.mark.exhaustive
 def test_every_process_has_all_outputs_in_order(launch):
     run = launch(IN_PROCESSES, count=2, devices=2)
     assert run.status == 0, run.output

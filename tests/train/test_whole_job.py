@@ -12,13 +12,21 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import whole_job
 
 ALL = [
-    (kind, mode, num_devices, accumulate)
-    for kind in ("nnx", "linen")
-    for mode in ("jit", "shard_map", "pmap")
-    for num_devices in (1, 8)
-    for accumulate in (1, 2)
+    ("nnx", "jit", 1, 1),
+    ("nnx", "jit", 8, 2),
+    ("nnx", "shard_map", 1, 2),
+    ("nnx", "shard_map", 8, 1),
+    ("nnx", "pmap", 1, 1),
+    ("nnx", "pmap", 8, 2),
+    ("linen", "jit", 1, 2),
+    ("linen", "jit", 8, 1),
+    ("linen", "shard_map", 1, 1),
+    ("linen", "shard_map", 8, 2),
+    ("linen", "pmap", 1, 2),
+    ("linen", "pmap", 8, 1),
 ]
-QUICK = [("nnx", "shard_map", 8, 1), ("linen", "jit", 8, 2)]
+# The two processes below train the other kind of model.
+QUICK = ("linen", "shard_map", 8, 2)
 
 
 def assert_equal(results, expected):
@@ -37,7 +45,7 @@ def assert_equal(results, expected):
 @pytest.mark.parametrize(
     ("kind", "mode", "num_devices", "accumulate"),
     [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
+        pytest.param(*case, marks=() if case == QUICK else pytest.mark.exhaustive)
         for case in ALL
     ],
 )

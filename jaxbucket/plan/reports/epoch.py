@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -11,7 +13,7 @@ from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
 )
-from jaxbucket.base.lengths import total_lengths
+from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.flow.epoch import epoch_flow
@@ -26,7 +28,7 @@ from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_
 
 def report(
     plan: BucketPlan,
-    lengths: ArrayLike,
+    lengths: Lengths,
     *,
     remainder: Remainder = "cheapest",
     accumulate: int = 1,
@@ -47,7 +49,8 @@ def report(
     Args:
       plan: the shapes.
       lengths: `[N]` integers, one per example: the lengths that the plan was made for,
-        or others. Under `overlong="split"`, one per example or one per chunk.
+        or others. With several sequences, a mapping from sequence name to `[N]`. Under
+        `overlong="split"`, one per example or one per chunk.
       remainder: what happens to examples that do not fill a batch: "cheapest" moves
         them to longer buckets if that costs less, "promote" always moves them, "pad"
         leaves them in batches with empty rows, and "drop" leaves them out.
@@ -69,7 +72,7 @@ def report(
     # Full chunks are only counted, because their lengths may not fit in memory.
     rows, full = lengths, 0
     if plan.overlong == "split":
-        lengths = check_lengths(lengths)
+        lengths = check_lengths(cast(ArrayLike, lengths))
         rows, full = last_chunks(lengths, plan.max_seq_len)
     rows = plan.check(rows)
     index = plan.assign(rows)
