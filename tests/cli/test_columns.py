@@ -73,20 +73,24 @@ def test_the_json_has_the_numbers_of_the_joint_plan():
 @pytest.mark.parametrize(
     "words, options",
     [
-        (["--seq-len-multiple", 16], {"seq_len_multiple": 16}),
         (
-            ["--seq-len-multiple", "source=16, target=8"],
-            {"seq_len_multiple": {"source": 16, "target": 8}},
+            ["--seq-len-multiple", 16, "--max-seq-len", 256, "--min-batch-size", 8],
+            {"seq_len_multiple": 16, "max_seq_len": 256, "min_batch_size": 8},
         ),
         (
-            ["--max-seq-len", "target=64,source=128", "--overlong", "drop"],
-            {"max_seq_len": {"source": 128, "target": 64}, "overlong": "drop"},
+            ["--seq-len-multiple", "source=16, target=8", "--max-batch-size", 12]
+            + ["--max-seq-len", "target=64,source=128", "--overlong", "drop"],
+            {
+                "seq_len_multiple": {"source": 16, "target": 8},
+                "max_batch_size": 12,
+                "max_seq_len": {"source": 128, "target": 64},
+                "overlong": "drop",
+            },
         ),
-        (["--max-seq-len", 250], {"max_seq_len": 250}),
-        (["--batch-size-multiple", 4], {"batch_size_multiple": 4}),
-        (["--min-batch-size", 8], {"min_batch_size": 8}),
-        (["--max-batch-size", 12], {"max_batch_size": 12}),
-        (["--accumulate", 2], {"accumulate": 2}),
+        (
+            ["--batch-size-multiple", 4, "--accumulate", 2],
+            {"batch_size_multiple": 4, "accumulate": 2},
+        ),
     ],
 )
 def test_every_limit_reaches_the_planner(files, words, options):

@@ -55,9 +55,9 @@ def last_message(run, index: int) -> str:
 
 FAULTS = {
     "killed worker": (1, "os.kill(os.getpid(), signal.SIGKILL)", "no heartbeat"),
-    "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
 }
 SLOW_FAULTS = {
+    "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
     "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "lost the"),
     "raising coordinator": (0, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
     "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat"),

@@ -126,7 +126,10 @@ def stopping_step(launch, name: str, target: int, **options) -> int:
     return int(first[0].split()[0])
 
 
-@pytest.mark.parametrize(("name", "target"), [("SIGTERM", 0), ("SIGINT", 2)])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("SIGTERM", 0), pytest.param("SIGINT", 2, marks=pytest.mark.exhaustive)],
+)
 def test_all_processes_stop_before_the_same_step(launch, name, target):
     assert stopping_step(launch, name, target) > 560
 

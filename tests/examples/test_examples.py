@@ -129,6 +129,7 @@ def test_train_lm_has_the_same_result_with_one_and_two_processes(jsonl, tmp_path
     )
 
 
+@pytest.mark.exhaustive
 def test_own_step_linen_learns_with_one_compilation_per_bucket(example, capsys):
     example("own_step_linen").main(["--epochs", "2"])
     printed = capsys.readouterr().out

@@ -5,6 +5,11 @@ import pytest
 
 import jaxbucket as jb
 
+SEEDS = [
+    *range(4),
+    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 12)),
+]
+
 
 def make_pairs(seed, size=300, longest=60):
     rng = np.random.default_rng(seed)
@@ -13,7 +18,7 @@ def make_pairs(seed, size=300, longest=60):
     return {"source": source, "target": target}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_is_within_its_limits_and_holds_every_pair(seed):
     pairs = make_pairs(seed)
     options = {
@@ -34,7 +39,7 @@ def test_a_plan_is_within_its_limits_and_holds_every_pair(seed):
     assert jb.BucketPlan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_cost_of_a_plan_is_that_of_its_schedule(seed):
     pairs = make_pairs(seed)
     cost_fn = [None, jb.plan.EncoderDecoderCost("source", "target", 8, 2)][seed % 2]

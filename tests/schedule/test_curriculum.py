@@ -25,6 +25,12 @@ PACINGS = {
     "custom": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
 }
 
+# The others are exhaustive tests.
+QUICK_PACINGS = [
+    pytest.param(name, marks=() if name == "cycles" else pytest.mark.exhaustive)
+    for name in PACINGS
+]
+
 
 def difficulties(lengths: np.ndarray) -> np.ndarray:
     """Returns floats, integers with many ties, or the lengths themselves."""
@@ -48,7 +54,7 @@ def open_at(curriculum: Curriculum, ids: np.ndarray, epochs: float) -> float:
     return np.sort(curriculum.difficulty[ids])[count - 1]
 
 
-@pytest.mark.parametrize("pacing", PACINGS)
+@pytest.mark.parametrize("pacing", QUICK_PACINGS)
 @pytest.mark.parametrize("epoch", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_batches_are_as_easy_as_the_pacing_allows(problem, pacing, epoch):
     plan, lengths = problem

@@ -112,7 +112,14 @@ def test_an_epoch_ends_when_every_component_has_completed_one():
         assert not all(is_done)
 
 
-@pytest.mark.parametrize("by", ["steps", "tokens", "examples"])
+@pytest.mark.parametrize(
+    "by",
+    [
+        "tokens",
+        pytest.param("steps", marks=pytest.mark.exhaustive),
+        pytest.param("examples", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_weights_are_proportional_to_the_chosen_unit(by):
     schedules = components()
     weights = np.array([0.5, 0.3, 0.2])

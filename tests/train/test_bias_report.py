@@ -102,7 +102,11 @@ def test_batches_count_by_their_weight():
         assert (x.bias, x.noise) == pytest.approx((y.bias, y.noise), rel=0.05)
 
 
-@pytest.mark.parametrize("weights", [(100, 100, 100), (400, 100, 25)], ids=str)
+@pytest.mark.parametrize(
+    "weights",
+    [pytest.param((100, 100, 100), marks=pytest.mark.exhaustive), (400, 100, 25)],
+    ids=str,
+)
 def test_ways_are_those_of_sampled_updates(weights):
     samples, means, _ = random_gradients(0, 3, noise=1e-6)
     report = report_of(samples, weights=weights)

@@ -47,8 +47,8 @@ def make_state(tx, mesh):
 @pytest.mark.parametrize(
     ("mode", "num_devices"),
     [
-        ("jit", 4),
         ("shard_map", 4),
+        pytest.param("jit", 4, marks=pytest.mark.exhaustive),
         pytest.param("pmap", 4, marks=pytest.mark.exhaustive),
         pytest.param("jit", 1, marks=pytest.mark.exhaustive),
     ],

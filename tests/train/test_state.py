@@ -492,7 +492,9 @@ def make_stack(kind, wrt, width=64, depth=8):
     return state, jb.make_train_step(loss_fn, tx, mesh), batch
 
 
-@pytest.mark.parametrize("kind", ["nnx", "plain"])
+@pytest.mark.parametrize(
+    "kind", ["nnx", pytest.param("plain", marks=pytest.mark.exhaustive)]
+)
 def test_only_selected_parameters_are_trained_and_paid_for(kind):
     def costs(step, state, batch):
         compiled = step.lower(state, batch).compile()
@@ -562,8 +564,15 @@ def run_scaled(loss_fn, loss_scale, num_steps=1, mode="jit", accumulate=False):
     return state, results
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize(
+    ("mode", "accumulate"),
+    [
+        ("jit", False),
+        ("shard_map", True),
+        pytest.param("pmap", False, marks=pytest.mark.exhaustive),
+        pytest.param("pmap", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_loss_scale_prevents_underflow(mode, accumulate):
     _, (metrics,) = run_scaled(float16_loss, None, mode=mode, accumulate=accumulate)
     assert metrics["grad_norm"] == 0

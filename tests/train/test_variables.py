@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 import jaxbucket as jb
 
 MODES = ["jit", "shard_map", "pmap"]
+QUICK_MODES = [pytest.param("jit", marks=pytest.mark.exhaustive), "shard_map", "pmap"]
 RULES = {"total": "sum", "peak": "max", "level": "mean", "seen": "first"}
 # Four devices with two rows each, the last one without an example.
 ROWS = [[1.0, 5.0], [2.0], [7.0], [3.0, 4.0, 4.0], [6.0], [1.0], [2.0]]
@@ -281,9 +282,14 @@ LAYOUTS = {
     "4x2": ((4, 2), ("data", "model"), "data"),
     "2x2x2": ((2, 2, 2), ("data", "model", "fsdp"), ("data", "fsdp")),
 }
+# The others are exhaustive tests.
+QUICK_LAYOUTS = [
+    pytest.param(name, marks=() if name == "2x2x2" else pytest.mark.exhaustive)
+    for name in LAYOUTS
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", QUICK_LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_sums_over_rows_are_those_of_the_whole_batch(mode, layout):
     """Each device has the mean of all rows, and gradients flow back to all of them."""
@@ -320,7 +326,7 @@ class Normalized(nnx.Module):
         self.norm = jb.layers.NnxBatchNorm(1, momentum=0.5, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", QUICK_LAYOUTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_batch_normalization_is_that_of_the_whole_batch(mode, layout):
     """The gradient passes through the statistics, to the rows of all devices."""
@@ -489,7 +495,7 @@ def flax_linen(use_average):
     return Module(), loss, {"sample": (np.ones((1, 1, 1), np.float32), True)}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", QUICK_MODES)
 @pytest.mark.parametrize("make", [flax_nnx, flax_linen])
 def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
     tx = optax.sgd(0.1)

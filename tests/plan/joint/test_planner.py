@@ -258,7 +258,7 @@ def test_a_huge_cost_excludes_a_shape():
 @pytest.mark.parametrize("sides", [1, 2, 3, 4, 5])
 def test_any_number_of_sequences(sides):
     rng = np.random.default_rng(sides)
-    lengths = np.maximum(1, rng.lognormal(3, 0.7, (1000, sides)).astype(int))
+    lengths = np.maximum(1, rng.lognormal(3, 0.7, (300, sides)).astype(int))
     plan = search_shapes(
         lengths, 4, rows_within(8000), by_tokens, multiples=[8] * sides
     )
@@ -269,7 +269,7 @@ def test_any_number_of_sequences(sides):
 
 def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
     rng = np.random.default_rng(0)
-    lengths = np.maximum(1, rng.lognormal(4, 0.6, (2000, 2)).astype(int))
+    lengths = np.maximum(1, rng.lognormal(4, 0.6, (400, 2)).astype(int))
     arguments = 4, rows_within(4096), by_pairs
     plan = search_shapes(lengths, *arguments, multiples=[4, 8])
     other = search_shapes(rng.permutation(lengths), *arguments, multiples=[4, 8])
@@ -280,7 +280,7 @@ def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
 
 def test_many_distinct_lengths_are_searched_from_coarse_to_fine(monkeypatch):
     rng = np.random.default_rng(0)
-    lengths = np.maximum(1, rng.lognormal(4, 0.6, (1000, 2)).astype(int))
+    lengths = np.maximum(1, rng.lognormal(4, 0.6, (500, 2)).astype(int))
     arguments = lengths, 4, rows_within(4096), by_tokens
     exact = search_shapes(*arguments, multiples=[4, 4])
     monkeypatch.setattr(search, "_MAX_POINTS", 200)
