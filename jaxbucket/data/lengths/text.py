@@ -5,6 +5,7 @@ Files are read line by line and never held in memory as a whole.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import difflib
 import functools
@@ -14,7 +15,7 @@ import pathlib
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,10 @@ def read_text(
     """
     if column is not None:
         raise ValueError(f"`{path}` has no columns. Remove `--column {column}`.")
-    lines = ((n, text.removesuffix("\r")) for n, text in _lines(path, progress))
-    return measure_all(f"`{path}`, line", lines, measure.of_text)
+    # An error keeps the lines alive, so the file is closed here.
+    with contextlib.closing(_lines(path, progress)) as lines:
+        texts = ((number, line.removesuffix("\r")) for number, line in lines)
+        yield from measure_all(f"`{path}`, line", texts, measure.of_text)
 
 
 def read_csv(
@@ -52,7 +55,16 @@ def read_csv(
       ValueError: if a cell has no length, a row differs in width from the header, or
         the file is not CSV in UTF-8; the message names the line.
     """
-    rows = _csv_rows(path, progress)
+    with contextlib.closing(_lines(path, progress)) as lines:
+        yield from _measured_rows(path, _csv_rows(path, lines), column, measure)
+
+
+def _measured_rows(
+    path: pathlib.Path,
+    rows: Iterator[tuple[int, list[str]]],
+    column: str | None,
+    measure: Measure,
+) -> Iterator[np.ndarray]:
     _, header = next(rows, (0, None))
     if header is None:
         raise empty_file_error(path)
@@ -81,10 +93,11 @@ def read_jsonl(
       ValueError: if a line is not JSON in UTF-8, or has no such field or no length; the
         message names the line.
     """
-    values = _json_values(path, progress)
-    if column is not None or measure.length_fn is None:
-        values = _fields(path, values, column)
-    return measure_all(f"`{path}`, line", values, measure.of_value)
+    with contextlib.closing(_lines(path, progress)) as lines:
+        values = _json_values(path, lines)
+        if column is not None or measure.length_fn is None:
+            values = _fields(path, values, column)
+        yield from measure_all(f"`{path}`, line", values, measure.of_value)
 
 
 def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) -> str:
@@ -146,7 +159,9 @@ def incomplete_file_error(path: pathlib.Path, kind: str, error: object) -> Value
     )
 
 
-def _lines(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, str]]:
+def _lines(
+    path: pathlib.Path, progress: ShowProgress
+) -> Generator[tuple[int, str], None, None]:
     """Yields the number of each line, from 1, and its text without the newline."""
     # A pipe has no size, so its progress is unknown.
     size = path.stat().st_size
@@ -170,15 +185,15 @@ def _lines(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, st
 
 
 def _csv_rows(
-    path: pathlib.Path, progress: ShowProgress
+    path: pathlib.Path, lines: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[int, list[str]]]:
     """Yields the number of the last line of each row and its cells, header first."""
     # Cells may be longer than the default limit.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     separator = "\t" if uncompressed_suffix(path) == ".tsv" else ","
     # A newline within quotes is part of the cell.
-    lines = (f"{line}\n" for _, line in _lines(path, progress))
-    reader = csv.reader(lines, delimiter=separator, strict=True)
+    ended = (f"{line}\n" for _, line in lines)
+    reader = csv.reader(ended, delimiter=separator, strict=True)
     width = None
     try:
         for row in reader:
@@ -193,9 +208,9 @@ def _csv_rows(
 
 
 def _json_values(
-    path: pathlib.Path, progress: ShowProgress
+    path: pathlib.Path, lines: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[int, Any]]:
-    for number, line in _lines(path, progress):
+    for number, line in lines:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:

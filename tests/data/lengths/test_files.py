@@ -465,6 +465,28 @@ def test_numpy_records_with_many_fields_are_named_as_such(tmp_path):
         read_lengths(tmp_path / "x.npy")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("x.txt", "1\none\n2\n"), ("x.csv", "n\n1\none\n2\n"), ("x.jsonl", "1\n[\n2\n")],
+)
+def test_a_file_with_an_error_is_closed(tmp_path, monkeypatch, name, content):
+    opened = []
+    open_path = pathlib.Path.open
+
+    def record(path, *args):
+        opened.append(open_path(path, *args))
+        return opened[-1]
+
+    path = tmp_path / name
+    path.write_text(content)
+    monkeypatch.setattr(pathlib.Path, "open", record)
+    with pytest.raises(ValueError, match="line") as error:
+        read_lengths(path)
+    # The traceback still refers to the readers.
+    assert error.tb is not None and opened
+    assert all(file.closed for file in opened)
+
+
 def test_a_length_function_that_exits_is_named(tmp_path):
     (tmp_path / "x.txt").write_text("ab\n")
     with pytest.raises(ValueError, match="`--length-fn` raised SystemExit: 3. Fix the"):
