@@ -118,7 +118,7 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 # All other length sets are used only by the exhaustive tests.
 QUICK_SETS = ("gsm8k-answer_bytes", "multi30k-en_words")
-QUICK_PROBLEMS = 12
+QUICK_PROBLEMS = 9
 
 
 def real_length_sets() -> list[tuple[str, np.ndarray]]:
@@ -193,7 +193,7 @@ def random_problem(seed: int) -> Problem:
     ]
 )
 def problem(request: pytest.FixtureRequest) -> Problem:
-    """One of 40 random problems; 28 of them only run in the exhaustive tests."""
+    """One of 40 random problems; 31 of them only run in the exhaustive tests."""
     return random_problem(request.param)
 
 

@@ -1260,7 +1260,7 @@ def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
         state.step = 1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_a_step_donates_its_state_and_nothing_else(mode):
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
     state = jb.create_state(make_params(), tx, mesh)
@@ -1459,7 +1459,7 @@ def test_a_sharded_state_keeps_its_sharding(ahead, mode):
 # Refused arguments and losses
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("jit"))
 def test_explicit_axes_are_named_if_the_loss_does_not_support_them(mode):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     tx = optax.sgd(0.1)

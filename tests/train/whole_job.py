@@ -245,7 +245,7 @@ def main() -> None:
     kind, mode, folder, output = sys.argv[1:]
     jax.config.update("jax_enable_x64", True)
     with jb.Processes() as processes:
-        results = train(kind, mode, folder=folder, processes=processes)
+        results = train(kind, mode, accumulate=2, folder=folder, processes=processes)
         with open(f"{output}.{processes.index}", "w") as file:
             json.dump(results, file)
 
