@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxbucket.base.checks import check_countable, check_positive
 from jaxbucket.base.sizes import Sizes, checked_size, total
@@ -30,6 +31,12 @@ class Bucket:
 
     batch_size: int
     seq_len: int | Sizes
+
+    if TYPE_CHECKING:
+        # Any mapping is accepted, and stored as `Sizes`.
+        def __init__(
+            self, batch_size: int, seq_len: int | Mapping[str, int]
+        ) -> None: ...
 
     def __post_init__(self):
         batch_size = check_positive("batch_size", self.batch_size)
