@@ -17,7 +17,7 @@ from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve import plan_curve
-from jaxbucket.plan.joint_plan import plan_jointly, plan_sequences_at
+from jaxbucket.plan.joint_plan import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
 from jaxbucket.plan.sequence_limits import (
@@ -206,7 +206,7 @@ def _plan_sequences(
         raise ValueError(
             "`num_buckets='auto'` requires examples with one length. Pass an integer."
         )
-    return plan_jointly(lengths, limits, num_buckets).plan
+    return plan_sequences(lengths, limits, num_buckets)
 
 
 def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:

@@ -39,6 +39,12 @@ class Bound:
     with_shape: np.ndarray | None
 
 
+def is_small(problem: Search) -> bool:
+    """Returns whether the bound considers every shape whose T are those of points."""
+    sizes = [len(values) for values in problem.points.values]
+    return bool(np.prod(sizes, dtype=np.float64) <= _MAX_SHAPES)
+
+
 def lower_bound(problem: Search, seq_lens: np.ndarray | None) -> Bound:
     """Returns a lower bound for all choices of shapes.
 
@@ -46,8 +52,7 @@ def lower_bound(problem: Search, seq_lens: np.ndarray | None) -> Bound:
       problem: the points and prices.
       seq_lens: `[K, Q]` T of known shapes, if there are any.
     """
-    sizes = [len(values) for values in problem.points.values]
-    if np.prod(sizes, dtype=np.float64) <= _MAX_SHAPES:
+    if is_small(problem):
         return _complete_bound(problem, seq_lens)
     if seq_lens is None:
         return Bound(0.0, None, None)

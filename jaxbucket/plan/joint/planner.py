@@ -13,7 +13,7 @@ from jaxbucket.base.checks import MAX_LENGTH, check_accumulate, check_positive
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint.bound import Bound, lower_bound
+from jaxbucket.plan.joint.bound import Bound, is_small, lower_bound
 from jaxbucket.plan.joint.enumeration import MAX_SHAPES, Enumeration
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import BatchSizesFn, CostsFn, Pricing
@@ -35,9 +35,9 @@ class JointShapes:
       seq_lens: `[K, Q]` int64, the T of each shape, in the order of a plan.
       epoch_cost: the cost of an epoch, remainders included.
       steady_cost: the cost of an epoch if every batch were full.
-      lower_bound: no epoch with at most as many shapes as allowed costs less. With more
-        than 65,536 combinations of T, this is about shapes whose T are lengths of
-        examples, rounded up.
+      lower_bound: no epoch with at most as many shapes as allowed costs less; 0 if it
+        was not computed. With more than 65,536 combinations of T, this is about shapes
+        whose T are lengths of examples, rounded up.
       proven: whether `epoch_cost` is proven to be the least possible.
     """
 
@@ -59,6 +59,7 @@ def search_shapes(
     must_hold_all: bool = False,
     accumulate: int = 1,
     starts: Iterable[np.ndarray] = (),
+    with_bound: bool = True,
 ) -> JointShapes:
     """Returns at most K shapes for which an epoch is as cheap as possible.
 
@@ -91,6 +92,7 @@ def search_shapes(
       accumulate: the number of batches per step, all of the same shape.
       starts: the T of shapes that hold all examples, `[K, Q]` each, from which the
         search also starts. The last one is the longest.
+      with_bound: whether to compute the lower bound if it does not change the shapes.
 
     Raises:
       ValueError: if an argument is invalid, an example is longer than `max_seq_lens`,
@@ -114,17 +116,20 @@ def search_shapes(
         must_hold_all,
     )
     is_complete = math.prod((last // multiples).tolist()) <= _MAX_SHAPES
-    return _solved(problem, is_complete, list(starts))
+    return _solved(problem, is_complete, list(starts), with_bound)
 
 
 def _solved(
-    problem: Search, is_complete: bool, starts: list[np.ndarray]
+    problem: Search, is_complete: bool, starts: list[np.ndarray], with_bound: bool
 ) -> JointShapes:
     plans = [_evaluated(problem, x) for x in problem.choices(starts)]
     plan = min(plans, key=lambda plan: plan.epoch_cost, default=None)
+    is_enumerable = problem.num_buckets <= MAX_SHAPES and is_small(problem)
+    if plan is not None and not with_bound and not is_enumerable:
+        return plan
     seq_lens = None if plan is None else plan.seq_lens
     bound, proven = lower_bound(problem, seq_lens), False
-    if problem.num_buckets <= MAX_SHAPES:
+    if is_enumerable:
         limit = np.inf if plan is None else plan.epoch_cost
         better, all_compared = _enumerated(problem, bound, limit)
         plan = plan if better is None else _evaluated(problem, better)
