@@ -78,8 +78,12 @@ class StreamIterator(grain.DatasetIterator[Any]):
           With several sequences, the lengths are `[V, Q]`, with a column for each in
           the order of their names.
         """
-        empty = np.zeros(0, np.int64)
-        return (empty, empty) if self._monitor is None else self._monitor.histogram()
+        if self._monitor is not None:
+            return self._monitor.histogram()
+        names = self._run.phases[0].plan.sequences
+        return np.zeros((0, len(names)) if names else 0, np.int64), np.zeros(
+            0, np.int64
+        )
 
     @property
     def ended(self) -> bool:

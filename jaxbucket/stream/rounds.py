@@ -18,7 +18,7 @@ import numpy as np
 from jaxbucket.base.digest import digest
 from jaxbucket.data.example import Example, Features, feature_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
-from jaxbucket.stream.drain import cheapest_batches, rows_of_part
+from jaxbucket.stream.drain import cheapest_batches
 from jaxbucket.stream.peer_status import (
     PeerStatus,
     check_different_examples,
@@ -167,9 +167,7 @@ class StreamRounds:
         rows = np.array(phase.rows) // len(options.shard.parts) * batches
         needed = [status.rows_needed for status in statuses]
         num_parts = [len(status.parts) for status in statuses]
-        counts = cheapest_batches(
-            phase.plan, rows_of_part(phase.plan, needed, num_parts), rows
-        )
+        counts = cheapest_batches(phase.plan, needed, num_parts, rows)
         # The longest bucket comes first, so that shorter examples can fill its rows.
         # Examples that are left, because others took their rows, need another round.
         drain = [(k, counts[k]) for k in reversed(range(len(rows))) if counts[k]]
