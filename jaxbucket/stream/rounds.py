@@ -169,7 +169,7 @@ class StreamRounds:
         num_parts = [len(status.parts) for status in statuses]
         counts = cheapest_batches(phase.plan, needed, num_parts, rows)
         # The longest bucket comes first, so that shorter examples can fill its rows.
-        # Examples that are left, because others took their rows, need another round.
+        # If overdue examples take the rows of others, these need another round.
         drain = [(k, counts[k]) for k in reversed(range(len(rows))) if counts[k]]
         steps = -(-sum(counts) // options.buckets_per_step)
         return Round(step, min(step + steps, phase_end), min_bucket, drain)

@@ -453,6 +453,15 @@ def test_draining_the_pools_costs_little_more_than_the_minimum():
         least = [needed[:, list(x)].sum(axis=1).max() for x in sets]
         constraint = scipy.optimize.LinearConstraint(fitting * sizes, lb=least)
         assert (constraint.A @ batches >= least).all()
+        # So do pools that are served from the longest bucket on.
+        left = needed.copy()
+        for k in reversed(buckets):
+            free = batches[k] * sizes[k]
+            for j in below(k, plan):
+                taken = np.minimum(left[:, j], free)
+                left[:, j] -= taken
+                free = free - taken
+        assert not left.any()
         best = scipy.optimize.milp(
             plan.costs, constraints=constraint, integrality=np.ones(len(plan))
         )
