@@ -176,6 +176,29 @@ def sequence_groups(
     if not names:
         features = sequence_names(arrays, cast(Sequence[str] | None, sequences))
         return {features[0]: features}
+    groups = features_by_sequence(sequences, names)
+    return {name: sequence_names(arrays, groups[name]) for name in names}
+
+
+def features_by_sequence(
+    sequences: Sequences, names: Collection[str]
+) -> dict[str, list[str]]:
+    """Returns the names of the features of each of several sequences.
+
+    A sequence is the first of its features.
+
+    Example:
+      >>> features_by_sequence({"x": [], "y": ["weights"]}, ["x", "y"])
+      {'x': ['x'], 'y': ['y', 'weights']}
+
+    Args:
+      sequences: a mapping from each sequence to the features that share its length; by
+        default each by itself.
+      names: the names of the sequences.
+
+    Raises:
+      ValueError: if the sequences are not those of `names`, or a feature is repeated.
+    """
     if sequences is None:
         sequences = {name: [name] for name in names}
     if not isinstance(sequences, Mapping) or set(sequences) != set(names):
@@ -184,9 +207,7 @@ def sequence_groups(
             f"{sorted(names)}."
         )
     groups = {
-        name: sequence_names(
-            arrays, [name, *(x for x in listed_names(sequences[name]) if x != name)]
-        )
+        name: [name, *(x for x in listed_names(sequences[name]) if x != name)]
         for name in names
     }
     features = [name for names in groups.values() for name in names]

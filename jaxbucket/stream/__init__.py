@@ -1,9 +1,10 @@
 """Batches a stream of unknown lengths into a `grain.IterDataset[Batch]`.
 
-`reader` reads examples into a `pool` (or a `packed_pool`), `iterator` takes batches
-from the pool, `rounds` coordinates the processes of a run, and `state` saves and
-restores an iterator. `loader_stream` reads the examples of other data loaders. This
-package does not import jax.
+`reader` reads examples into a `pool` (or a `packed_pool`), after `overlong` has
+measured them. `iterator` takes batches from the pool, `rounds` coordinates the
+processes of a run until a `drain` empties their pools, and `state` saves and restores
+an iterator. `loader_stream` reads the examples of other data loaders. This package does
+not import jax.
 """
 
 from etils import epy as _epy

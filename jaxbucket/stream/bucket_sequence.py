@@ -17,11 +17,13 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold
 from jaxbucket.packing.rows import pack
+from jaxbucket.plan.flow.dominance import is_maximal
 
 _WORD = 2**64
 # 2**64 over the golden ratio: the step on a circle that spaces points most evenly.
 _GOLDEN = 0x9E3779B97F4A7C15
-# The smallest share of the longest bucket, the only one that any example fits in.
+# The smallest share of the longest bucket, the only one that any example fits in. With
+# several sequences there may be several, which have equal parts of this share.
 MIN_SHARE_OF_LONGEST = Fraction(1, 32)
 
 
@@ -87,7 +89,7 @@ def bucket_shares(
     Args:
       plan: the shapes.
       lengths: `[N]` integers, the lengths of a sample of examples, or of their chunks
-        if overlong examples are split.
+        if overlong examples are split; `[N, Q]` with several sequences.
       max_segments: the largest number of examples in a packed row; None without
         packing.
     """
@@ -103,8 +105,32 @@ def bucket_shares(
         Fraction(max(count, 1), bucket.batch_size)
         for count, bucket in zip(rows, plan.buckets, strict=True)
     ]
-    *shares, longest = (number / sum(batches) for number in batches)
-    if longest < MIN_SHARE_OF_LONGEST:
-        scale = (1 - MIN_SHARE_OF_LONGEST) / (1 - longest)
-        shares, longest = [share * scale for share in shares], MIN_SHARE_OF_LONGEST
-    return [*shares, longest]
+    shares = [number / sum(batches) for number in batches]
+    longest = np.flatnonzero(is_maximal(plan.seq_lens)).tolist()
+    return _with_minimum(shares, longest, MIN_SHARE_OF_LONGEST / len(longest))
+
+
+def _with_minimum(
+    shares: list[Fraction], buckets: list[int], minimum: Fraction
+) -> list[Fraction]:
+    """Returns shares of which those of some buckets have a minimum.
+
+    The ratios of all other shares are unchanged.
+
+    Example:
+      >>> shares = [Fraction(1, 2), Fraction(1, 2), Fraction(0)]
+      >>> [str(x) for x in _with_minimum(shares, [2], Fraction(1, 5))]
+      ['2/5', '2/5', '1/5']
+    """
+    raised: set[int] = set()
+    while True:
+        others = sum(x for k, x in enumerate(shares) if k not in raised)
+        scale = (1 - minimum * len(raised)) / others
+        scaled = [
+            minimum if k in raised else share * scale for k, share in enumerate(shares)
+        ]
+        # Scaling may have moved further shares below the minimum.
+        below = {k for k in buckets if scaled[k] < minimum}
+        if not below:
+            return scaled
+        raised |= below

@@ -10,32 +10,29 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
 
 import grain
 import numpy as np
 
 from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import (
-    MAX_LENGTH,
-    check_accumulate,
-    check_positive,
-    check_seed,
-)
+from jaxbucket.base.checks import check_accumulate, check_positive, check_seed
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.policies import Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
-from jaxbucket.data.example import Example, copy_features, listed_names
+from jaxbucket.base.sizes import check_sequence_names
+from jaxbucket.data.example import Example, Sequences, copy_features
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
 from jaxbucket.stream.epochs import Stream, check_stream, open_epoch
 from jaxbucket.stream.iterator import StreamIterator
-from jaxbucket.stream.options import Options, Policy
-from jaxbucket.stream.phases import Plans, Samples, make_phases
+from jaxbucket.stream.options import Options, Policy, checked_sequences
+from jaxbucket.stream.overlong import LengthLimits
+from jaxbucket.stream.phases import Plans, Samples, checked_plans, make_phases
 from jaxbucket.stream.reader import StreamReader
 from jaxbucket.stream.run import StreamRun
 
@@ -61,7 +58,7 @@ def stream_batches(
     pack: bool = False,
     max_segments_per_row: int | None = None,
     max_wait: int | None = None,
-    sequences: Sequence[str] | None = None,
+    sequences: Sequences = None,
     pad_value: PadValue = 0,
     like: Example | None = None,
     seed: int = 0,
@@ -93,7 +90,9 @@ def stream_batches(
         `(epoch, seed) -> dataset` is called for each epoch, with a 32-bit seed that is
         derived from `seed`.
       plan: the shapes; or a dict `{first step: plan}` that includes step 0. All plans
-        must have the same longest T and the same policy for overlong examples.
+        must have the same longest T and the same policy for overlong examples. With
+        several sequences, they must also hold all shapes of the first one, which
+        decides which examples are overlong.
       pool_size: the maximum number of pending examples in this process. Choose a few
         times the largest B. It limits the memory use and the size of a checkpoint.
       policy: in a single process, "first" chooses the bucket of the oldest example.
@@ -103,8 +102,9 @@ def stream_batches(
         follow the shared sequence of buckets, so both policies give them the same
         padded rows.
       lengths: `[N]` integers, the lengths that the plan was made for, equal in all
-        processes; or a dict `{first step: lengths}` with the steps of `plan`. Required
-        with several processes, because the sequence of buckets is derived from them.
+        processes, or a mapping from each of several sequences to its `[N]`; or a dict
+        `{first step: lengths}` with the steps of `plan`. Required with several
+        processes, because the sequence of buckets is derived from them.
       shard: the rows of this process, from `local_rows(mesh)`; all rows by default.
       processes: the `Processes` of the run, if there are several. All of them must make
         the same streams in the same order, and iterate over each of them equally often.
@@ -115,13 +115,15 @@ def stream_batches(
         with the stream. `math.inf` for no end, if the loop stops with `StreamEnd`.
       num_epochs: the number of times that the stream is read; None to repeat it
         forever. Batches may mix the examples of consecutive epochs.
-      pack: whether a row may hold several examples.
+      pack: whether a row may hold several examples, which must have one length.
       max_segments_per_row: the largest number of examples in a packed row; by default
         the largest number in rows packed from `lengths`.
       max_wait: the number of later examples that may arrive before a pending example
         takes precedence, in the next step that it fits into; 16 times `pool_size` by
         default.
-      sequences: the features that are padded; by default all with a leading axis.
+      sequences: the features that are padded; by default all with a leading axis. If
+        examples have several sequences: a mapping from each to the features that share
+        its length, by default only itself.
       pad_value: the value of padding: a number for all sequences, or a dict
         `{feature: number}`.
       like: an example with the features that `transform` returns, needed if the stream
@@ -138,12 +140,15 @@ def stream_batches(
 
     Raises:
       ValueError: if the pool is smaller than the rows of a batch, the plans are
-        incompatible, `lengths` or `processes` is missing, or an option is out of range.
+        incompatible, `lengths` or `processes` is missing, `sequences` names others than
+        the plan, rows of several sequences are to be packed, or an option is out of
+        range.
         From an iterator: if an example is too long, has no length or makes `transform`
         fail, naming its index in the stream; or if processes batch differently.
       RuntimeError: from an iterator, if the stream raises, naming the example as well.
     """
     check_stream(dataset)
+    plans = checked_plans(plan)
     pool_size = check_positive("pool_size", pool_size)
     if max_wait is None:
         max_wait = _POOLS_TO_WAIT * pool_size
@@ -161,12 +166,12 @@ def stream_batches(
         else check_positive("num_epochs", num_epochs),
         pack=bool(pack),
         max_wait=check_positive("max_wait", max_wait),
-        sequences=None if sequences is None else tuple(listed_names(sequences)),
+        sequences=checked_sequences(sequences, plans[0].sequences),
         pad_value=check_pad_value(pad_value),
         seed=check_seed(seed),
         transform=check_transform(transform),
     )
-    phases = make_phases(plan, lengths, options, max_segments_per_row)
+    phases = make_phases(plans, lengths, options, max_segments_per_row)
     _check_processes(processes, options, num_steps)
     if processes is not None and processes.count == 1 and options.is_single_process:
         processes = None
@@ -190,6 +195,18 @@ def _check_processes(
         )
 
 
+@overload
+def sample_lengths(
+    dataset: Stream,
+    num_examples: int,
+    *,
+    sequences: Mapping[str, Sequence[str]],
+    seed: int = 0,
+    transform: Transform | None = None,
+) -> dict[str, np.ndarray]: ...
+
+
+@overload
 def sample_lengths(
     dataset: Stream,
     num_examples: int,
@@ -197,50 +214,69 @@ def sample_lengths(
     sequences: Sequence[str] | None = None,
     seed: int = 0,
     transform: Transform | None = None,
-) -> np.ndarray:
+) -> np.ndarray: ...
+
+
+def sample_lengths(
+    dataset: Stream,
+    num_examples: int,
+    *,
+    sequences: Sequences = None,
+    seed: int = 0,
+    transform: Transform | None = None,
+) -> np.ndarray | dict[str, np.ndarray]:
     """Returns the lengths of the first examples of a stream, to plan buckets for.
 
     The examples are read from a new iterator, so the stream itself does not advance.
 
     Example:
       >>> import grain
-      >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
+      >>> source = [{"tokens": [7] * n, "labels": [n]} for n in (3, 1, 4, 2)]
       >>> dataset = grain.MapDataset.source(source).to_iter_dataset()
-      >>> sample_lengths(dataset, 3)
+      >>> sample_lengths(dataset, 3, sequences=["tokens"])
       array([3, 1, 4], dtype=int32)
+      >>> sequences = {"tokens": ["tokens"], "labels": ["labels"]}
+      >>> sample_lengths(dataset, 3, sequences=sequences)["labels"]
+      array([1, 1, 1], dtype=int32)
 
     Args:
       dataset: the examples, dicts of arrays; or a function `(epoch, seed) -> dataset`,
         of which epoch 0 is read.
       num_examples: the number of examples to read; fewer if the stream is shorter.
       sequences: the features whose length counts; by default all with a leading axis.
+        If examples have several sequences, each with its own length: a mapping from
+        each sequence to the features that share its length.
       seed: the seed of epoch 0 and of `transform`.
       transform: `(example, rng) -> example`, applied before the length is measured.
         Pass the same function as to `stream_batches`.
 
     Returns:
-      `[N]` int32.
+      `[N]` int32; or a mapping from each of several sequences to `[N]` int32.
 
     Raises:
-      ValueError: if there is no example, or an example has no length.
+      ValueError: if there is no example, or an example has no length; or if
+        `sequences` is a mapping with fewer than two sequences.
       RuntimeError: if the stream raises.
     """
     check_stream(dataset)
     num_examples = check_positive("num_examples", num_examples)
+    names: list[str] = []
+    if isinstance(sequences, Mapping):
+        check_sequence_names("sequences", sequences)
+        names = sorted(sequences)
     reader = StreamReader(
         open_epoch=functools.partial(open_epoch, dataset, seed=check_seed(seed)),
         num_epochs=1,
-        max_seq_len=MAX_LENGTH,
-        overlong="error",
-        sequences=sequences,
+        limits=LengthLimits.unlimited(names, checked_sequences(sequences, names)),
         transform=StreamTransform(check_transform(transform), seed),
         snapshot_every=num_examples + 1,
     )
     lengths = []
     while len(lengths) < num_examples and (examples := reader.read()):
-        lengths.append(examples[0].length)
+        lengths.append(examples[0].lengths)
     reader.close()
-    return np.array(lengths, np.int32)
+    columns = np.array(lengths, np.int32).T
+    return dict(zip(names, columns, strict=True)) if names else columns[0]
 
 
 class StreamDataset(grain.IterDataset[Any]):

@@ -17,6 +17,7 @@ from jaxbucket.base.sizes import total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.packed_plan import plan_packing
 from jaxbucket.packing.pattern import positions
+from jaxbucket.plan.flow.dominance import is_maximal
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.planner import plan_buckets
 from jaxbucket.plan.reports.epoch import report
@@ -24,6 +25,7 @@ from jaxbucket.plan.reports.epoch import report
 if TYPE_CHECKING:
     # These import grain, and `import jaxbucket` must not, though it exports `Drift`.
     from jaxbucket.stream.options import Options
+    from jaxbucket.stream.overlong import ExampleLengths
     from jaxbucket.stream.phases import Phase
 
 # The number of lengths in each comparison.
@@ -32,7 +34,7 @@ _WINDOW = 16_384
 _MIN_GAIN = 0.05
 # The share of empty rows above which a sequence of buckets no longer fits.
 _MAX_EMPTY = 0.15
-# The minimum number of windows between packed plans, because each takes seconds.
+# The minimum number of windows between new plans that take seconds.
 _WINDOWS_BETWEEN_PLANS = 16
 
 
@@ -42,7 +44,8 @@ class Drift:
 
     Attributes:
       step: the last step before the drift was detected.
-      lengths: `[N]` int32, the most recent lengths.
+      lengths: `[N]` int32, the most recent lengths, without what was dropped or
+        truncated; or a mapping from each of several sequences to its `[N]`.
       padding: the share of padding of `lengths` under the current plan, by `report`.
         For packed rows, the padding after packing only `lengths`.
       planned_padding: the share of padding of the lengths that the plan was made for;
@@ -55,7 +58,7 @@ class Drift:
     """
 
     step: int
-    lengths: np.ndarray
+    lengths: np.ndarray | dict[str, np.ndarray]
     padding: float
     planned_padding: float | None
     new_padding: float
@@ -66,9 +69,11 @@ class Drift:
         planned = ""
         if self.planned_padding is not None:
             planned = f" ({self.planned_padding:.1%} for the lengths it was made for)"
+        lengths = self.lengths
+        columns = list(lengths.values()) if isinstance(lengths, dict) else [lengths]
         return (
             f"Lengths have drifted from the plan. At step {self.step} the last "
-            f"{len(self.lengths)} lengths have {self.padding:.1%} padding{planned}; a "
+            f"{len(columns[0])} lengths have {self.padding:.1%} padding{planned}; a "
             f"new plan would have {self.new_padding:.1%}. {self.empty_rows:.1%} of "
             "rows were empty. To use the new plan from a step on, pass "
             "`plan={0: old, step: drift.plan}`."
@@ -112,18 +117,24 @@ class DriftMonitor:
         self._has_sequence = phase.sequence is not None
         self._max_batch_size = options.max_batch_size
         self._on_drift = on_drift
-        self._lengths = np.zeros(_WINDOW, np.int32)
+        # Plans for packed rows and for several sequences.
+        self._is_planning_slow = bool(self._max_segments or self._plan.sequences)
+        num_sequences = len(self._plan.sequences)
+        shape = (_WINDOW, num_sequences) if num_sequences else (_WINDOW,)
+        self._lengths = np.zeros(shape, np.int32)
         self._count = self._compared_at = self._replan_at = 0
         self._rows = self._empty_rows = 0
 
-    def add_length(self, length: int) -> None:
-        """Records the length of a new example."""
-        self._lengths[self._count % _WINDOW] = length
+    def add_lengths(self, lengths: ExampleLengths) -> None:
+        """Records the lengths of a new example."""
+        index = self._count % _WINDOW
+        self._lengths[index] = lengths if self._plan.sequences else lengths[0]
         self._count += 1
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the recent lengths, `[V]` increasing, and their `[V]` counts."""
-        return np.unique(self._lengths[: self._count], return_counts=True)
+        """Returns the recent lengths, `[V]` or `[V, Q]`, and their `[V]` counts."""
+        recent = self._lengths[: self._count]
+        return np.unique(recent, return_counts=True, axis=0)
 
     def add_step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
         """Counts the rows of a step, and compares once a window of lengths is full."""
@@ -165,7 +176,7 @@ class DriftMonitor:
             return Drift(
                 *(
                     step,
-                    lengths,
+                    self._by_sequence(lengths),
                     padding,
                     self._planned_padding,
                     new_padding,
@@ -173,7 +184,7 @@ class DriftMonitor:
                     plan,
                 )
             )
-        if self._max_segments is not None:
+        if self._is_planning_slow:
             self._replan_at = self._count + _WINDOWS_BETWEEN_PLANS * _WINDOW
         return None
 
@@ -197,24 +208,33 @@ class DriftMonitor:
         rows = best_fit(values, counts, plan.boundaries.tolist(), self._max_segments)
         return 1 - float(values @ counts) / positions(rows)
 
+    def _by_sequence(self, lengths: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
+        """Returns `[N]` lengths, or a mapping from each sequence to its column."""
+        names = self._plan.sequences
+        return dict(zip(names, lengths.T, strict=True)) if names else lengths
+
     def _best_plan(self, lengths: np.ndarray) -> BucketPlan:
         """Returns the best plan for `lengths` within the limits of the current one.
 
         It has the same number of buckets, `max_tokens`, multiples, longest T and
-        policy for overlong examples.
+        policy for overlong examples. With several sequences, it holds all shapes of
+        the current plan.
         """
         if self._max_segments is not None:
             return self._best_packed_plan(lengths, self._max_segments)
         plan = self._plan
+        if plan.sequences:
+            longest = plan.seq_lens[is_maximal(plan.seq_lens)]
+            lengths = np.concatenate([plan.kept_lengths(lengths), longest])
         return plan_buckets(
-            lengths,
-            max_tokens=total(plan.max_tokens),
+            self._by_sequence(lengths),
+            max_tokens=plan.max_tokens,
             max_batch_size=self._max_batch_size,
             num_buckets=len(plan),
             batch_size_multiple=plan.batch_size_multiple,
-            seq_len_multiple=total(plan.seq_len_multiple),
-            max_seq_len=plan.max_seq_len,
-            overlong=plan.policy(),
+            seq_len_multiple=plan.seq_len_multiple,
+            max_seq_len=plan.max_seq_lens if plan.sequences else plan.max_seq_len,
+            overlong=plan.overlong,
         )
 
     def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:

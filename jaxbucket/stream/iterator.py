@@ -75,9 +75,15 @@ class StreamIterator(grain.DatasetIterator[Any]):
 
         Returns:
           `[V]` lengths, increasing, and the `[V]` numbers of examples with each length.
+          With several sequences, the lengths are `[V, Q]`, with a column for each in
+          the order of their names.
         """
-        empty = np.zeros(0, np.int64)
-        return (empty, empty) if self._monitor is None else self._monitor.histogram()
+        if self._monitor is not None:
+            return self._monitor.histogram()
+        names = self._run.phases[0].plan.sequences
+        return np.zeros((0, len(names)) if names else 0, np.int64), np.zeros(
+            0, np.int64
+        )
 
     @property
     def ended(self) -> bool:
@@ -179,7 +185,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         for example in examples:
             self._pool.put(example)
             if self._monitor is not None:
-                self._monitor.add_length(example.length)
+                self._monitor.add_lengths(example.lengths)
 
     def _choose(
         self, phase: Phase, step: int, choice: int, is_started: bool

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from jaxbucket.base.batch import RowShard
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.data.example import Sequences, features_by_sequence, listed_names
 from jaxbucket.data.transform import Transform, transform_name
 
 Policy: TypeAlias = Literal["closest", "first"]
@@ -29,7 +31,7 @@ class Options:
     num_epochs: int | None
     pack: bool
     max_wait: int
-    sequences: tuple[str, ...] | None
+    sequences: Sequences
     pad_value: PadValue
     seed: int
     transform: Transform | None = None
@@ -72,7 +74,7 @@ class Options:
             "group": self.group,
             "pack": self.pack,
             "max_wait": self.max_wait,
-            "sequences": None if self.sequences is None else list(self.sequences),
+            "sequences": self.sequences,
             "pad_value": self.pad_value,
             "seed": self.seed,
         }
@@ -80,3 +82,21 @@ class Options:
             # Absent without a transform, so that older fingerprints stay valid.
             config["transform"] = transform_name(self.transform)
         return config
+
+
+def checked_sequences(
+    sequences: Sequences, names: Collection[str]
+) -> list[str] | dict[str, list[str]] | None:
+    """Returns the features that are padded, as plain Python for JSON.
+
+    Args:
+      sequences: names of features; a mapping from each of several sequences to its
+        features; or None.
+      names: the names of several sequences; empty if examples have one length.
+
+    Raises:
+      ValueError: if a feature is repeated, or the sequences are not those of `names`.
+    """
+    if names:
+        return features_by_sequence(sequences, names)
+    return None if sequences is None else listed_names(cast(Sequence[str], sequences))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable, Sequence
 
@@ -27,7 +28,7 @@ class PackedPool(Pool):
     """
 
     def __init__(self, plan: BucketPlan, max_segments: int, best_fit: bool):
-        super().__init__(plan)
+        self._boundaries: list[int] = plan.boundaries.tolist()
         self._max_segments = max_segments
         self._best_fit = best_fit
         self._by_length: dict[int, Queue] = {}
@@ -45,17 +46,28 @@ class PackedPool(Pool):
         return self._by_length.values()
 
     def put(self, example: PooledExample) -> None:
-        queue = self._by_length.setdefault(example.length, Queue())
+        (length,) = example.lengths
+        queue = self._by_length.setdefault(length, Queue())
         if not queue:
-            self._bits |= 1 << example.length
-            self._oldest.put(example.length, example.index)
+            self._bits |= 1 << length
+            self._oldest.put(length, example.index)
         queue.append(example)
-        self._lengths[example.index] = example.length
-        self._tokens[self.bucket_of(example.length)] += example.length
+        self._lengths[example.index] = length
+        self._tokens[self._bucket_of(length)] += length
+
+    def _bucket_of(self, length: int) -> int:
+        """Returns the shortest bucket that a length fits in."""
+        return bisect.bisect_left(self._boundaries, length)
 
     def oldest(self) -> tuple[int, int]:
         index = int(self._oldest.up_to(self._boundaries[-1]))
-        return index, self.bucket_of(self._lengths[index])
+        return index, self._bucket_of(self._lengths[index])
+
+    def first_bucket(self) -> int:
+        if not self._bits:
+            return len(self._boundaries)
+        shortest = (self._bits & -self._bits).bit_length() - 1
+        return self._bucket_of(shortest)
 
     def closest(self, rows: Sequence[int], ended: bool) -> int:
         """Returns the bucket whose examples would fill the largest share of rows."""
@@ -90,7 +102,7 @@ class PackedPool(Pool):
                 if example is None:
                     break
                 row.append(example)
-                room -= example.length
+                room -= example.num_tokens
             if not row:
                 break
             rows.append(row)
@@ -113,7 +125,7 @@ class PackedPool(Pool):
             self._bits ^= 1 << length
             self._oldest.put(length, math.inf)
         del self._lengths[example.index]
-        self._tokens[self.bucket_of(length)] -= length
+        self._tokens[self._bucket_of(length)] -= length
         return example
 
 

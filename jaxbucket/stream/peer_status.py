@@ -21,7 +21,7 @@ class PeerStatus(NamedTuple):
     parts: list[int]  # The parts of the rows that this process has.
     pool_digest: str  # Equal in processes with the same parts.
     ended: bool  # Whether the stream of this process has ended.
-    shortest: int  # Bucket of the shortest pending example; K if there is none.
+    shortest: int  # First bucket with a pending example; K if there is none.
     rows_needed: list[int]  # `[K]` rows that hold the pending examples.
     features: Features  # Empty if no example has arrived.
     arrived: int  # The number of examples that have arrived.
@@ -95,6 +95,8 @@ def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:
 def _kinds(status: PeerStatus) -> dict[str, str]:
     """Returns the dtype of each feature, and its shape without the sequence axis."""
     kinds, sequences = {}, status.config["sequences"]
+    if isinstance(sequences, dict):
+        sequences = [name for names in sequences.values() for name in names]
     for name, (dtype, shape) in sorted(status.features.items()):
         is_sequence = sequences is None or name in sequences
         # The dtype of a string depends on its length.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,8 +11,10 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer, check_lengths, check_positive
 from jaxbucket.base.digest import digest
+from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.permutation import fold
 from jaxbucket.packing.rows import pack as pack_rows
+from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares
 from jaxbucket.stream.options import Options, Policy
@@ -20,7 +22,7 @@ from jaxbucket.stream.packed_pool import PackedPool
 from jaxbucket.stream.pool import PaddedPool, Pool
 
 Plans: TypeAlias = BucketPlan | Mapping[int, BucketPlan]
-Samples: TypeAlias = ArrayLike | Mapping[int, ArrayLike]
+Samples: TypeAlias = Lengths | Mapping[int, Lengths]
 
 
 class Phase(NamedTuple):
@@ -31,7 +33,8 @@ class Phase(NamedTuple):
     sequence: BucketSequence | None  # None for a single process.
     rows: tuple[int, ...]  # `[K]` rows of each batch in this process.
     max_segments: int | None  # None if rows are not packed.
-    sample: np.ndarray | None  # `[N]` lengths that the plan was made for, if known.
+    # `[N]` or `[N, Q]` lengths that the plan was made for, if known.
+    sample: np.ndarray | None
 
     @property
     def fingerprint(self) -> str:
@@ -46,16 +49,16 @@ class Phase(NamedTuple):
 
 
 def make_phases(
-    plan: Plans,
+    plans: Mapping[int, BucketPlan],
     lengths: Samples | None,
     options: Options,
     max_segments_per_row: int | None,
 ) -> tuple[Phase, ...]:
-    """Checks the plans and returns their phases, in the order of their first steps.
+    """Returns the phases of plans, in the order of their first steps.
 
     Args:
-      plan: a plan, or plans by their first steps.
-      lengths: the lengths that the plan was made for, or lengths by first steps.
+      plans: plans by their first steps, from `checked_plans`.
+      lengths: the lengths that the plans were made for, or lengths by first steps.
       options: the options of the stream.
       max_segments_per_row: the largest number of examples in a packed row; None to
         derive it from `lengths`.
@@ -63,25 +66,41 @@ def make_phases(
     Raises:
       ValueError: if plans, lengths and options do not fit together.
     """
-    plans = plan if isinstance(plan, Mapping) else {0: plan}
-    steps = _check_plans(plans)
-    if isinstance(lengths, Mapping) and sorted(lengths) != steps:
+    steps = list(plans)
+    samples = _samples_by_step(lengths, steps)
+    if sorted(samples) != steps:
         raise ValueError(
-            f"`lengths` has steps {sorted(lengths)}, but `plan` has {steps}. Pass "
-            "lengths for each plan, or one array for all plans."
+            f"`lengths` has steps {sorted(samples)}, but `plan` has {steps}. Pass "
+            "lengths for each plan, or the same for all plans."
         )
     phases: list[Phase] = []
     for step in steps:
-        sample = lengths[step] if isinstance(lengths, Mapping) else lengths
-        phase = _make_phase(step, plans[step], sample, options, max_segments_per_row)
+        phase = _make_phase(
+            step, plans[step], samples[step], options, max_segments_per_row
+        )
         # All plans share it, because it sets the shape of per-example features.
         max_segments_per_row = phase.max_segments or max_segments_per_row
         phases.append(phase)
     return tuple(phases)
 
 
-def _check_plans(plans: Mapping[int, BucketPlan]) -> list[int]:
-    """Checks the plans and returns their first steps in order."""
+def _samples_by_step(
+    lengths: Samples | None, steps: list[int]
+) -> Mapping[int, Lengths | None]:
+    """Returns the lengths for each plan, by first steps."""
+    # A mapping from sequence names holds the lengths for all plans.
+    if isinstance(lengths, Mapping) and not any(isinstance(x, str) for x in lengths):
+        return cast(Mapping[int, Lengths], lengths)
+    return dict.fromkeys(steps, cast(Lengths | None, lengths))
+
+
+def checked_plans(plan: Plans) -> dict[int, BucketPlan]:
+    """Returns plans by their first steps, in order, after checking them.
+
+    Raises:
+      ValueError: if there is none for step 0, or they do not hold the same examples.
+    """
+    plans = plan if isinstance(plan, Mapping) else {0: plan}
     for step, plan in plans.items():
         check_integer("plan", step)
         if not isinstance(plan, BucketPlan):
@@ -93,24 +112,50 @@ def _check_plans(plans: Mapping[int, BucketPlan]) -> list[int]:
     if not steps or steps[0] != 0:
         raise ValueError(f"`plan` has first steps {steps}. Include a plan for step 0.")
     for step in steps:
-        for name in ("max_seq_len", "overlong"):
-            value, first = getattr(plans[step], name), getattr(plans[0], name)
-            if value != first:
-                raise ValueError(
-                    f"`plan[{step}]` has `{name}={value!r}`, but the first plan has "
-                    f"{first!r}, which pending examples already follow. Plan with "
-                    f"`{name}={first!r}`."
-                )
-    return steps
+        _check_later_plan(step, plans[step], plans[0])
+    return {step: plans[step] for step in steps}
+
+
+def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
+    """Raises a ValueError if a plan does not hold the examples of the first one."""
+    if plan.sequences != first.sequences:
+        raise ValueError(
+            f"`plan[{step}]` has the sequences {list(plan.sequences)}, but the first "
+            f"plan has {list(first.sequences)}. Plan with the same sequences."
+        )
+    names = ["max_seq_lens" if plan.sequences else "max_seq_len", "overlong"]
+    for name in names:
+        value, expected = getattr(plan, name), getattr(first, name)
+        if value != expected:
+            argument = name.replace("seq_lens", "seq_len")
+            raise ValueError(
+                f"`plan[{step}]` has `{argument}={value!r}`, but the first plan has "
+                f"{expected!r}, which pending examples already follow. Plan with "
+                f"`{argument}={expected!r}`."
+            )
+    unheld = ~fits(first.seq_lens, plan.seq_lens).any(axis=1)
+    if unheld.any():
+        bucket = first.buckets[int(unheld.argmax())]
+        raise ValueError(
+            f"`plan[{step}]` has no bucket that holds `seq_len={bucket.seq_len!r}`, as "
+            "the first plan has, so it cannot hold all pending examples. Add such an "
+            "example to the lengths that you plan with."
+        )
 
 
 def _make_phase(
     step: int,
     plan: BucketPlan,
-    lengths: ArrayLike | None,
+    lengths: Lengths | None,
     options: Options,
     max_segments_per_row: int | None,
 ) -> Phase:
+    if plan.sequences and options.pack:
+        raise ValueError(
+            f"`pack=True` requires examples with one length, but the plan from step "
+            f"{step} has the sequences {list(plan.sequences)}. Remove `pack`, to have "
+            "one example per row."
+        )
     if plan.packed and not options.pack:
         raise ValueError(
             f"The plan from step {step} is for packed rows. Pass `pack=True`, or "
@@ -125,7 +170,9 @@ def _make_phase(
         )
     sample = max_segments = sequence = None
     if lengths is not None:
-        sample = plan.check(row_lengths(plan, check_lengths(lengths)))
+        if not plan.sequences:
+            lengths = row_lengths(plan, check_lengths(cast(ArrayLike, lengths)))
+        sample = plan.check(lengths)
     if options.pack:
         max_segments = _max_segments(plan, sample, max_segments_per_row)
     if not options.is_single_process:

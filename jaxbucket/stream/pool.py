@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import abc
-import bisect
 import collections
+import operator
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.flow.remainder import flow_remainders
+from jaxbucket.plan.flow.epoch import row_flow
+from jaxbucket.stream.fill_order import fill_order
+from jaxbucket.stream.overlong import ExampleLengths
 from jaxbucket.stream.reader import PooledExample
 
 Queue = collections.deque[PooledExample]
 
 
 class Pool(abc.ABC):
-    """Pending examples, grouped by the buckets of a plan.
-
-    Args:
-      plan: the shapes of rows.
-    """
-
-    def __init__(self, plan: BucketPlan):
-        self._boundaries: list[int] = plan.boundaries.tolist()
+    """Pending examples, grouped by the buckets of a plan."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -38,6 +35,10 @@ class Pool(abc.ABC):
     @abc.abstractmethod
     def oldest(self) -> tuple[int, int]:
         """Returns the index of the oldest example and its bucket."""
+
+    @abc.abstractmethod
+    def first_bucket(self) -> int:
+        """Returns the first bucket that has an example; K if the pool is empty."""
 
     @abc.abstractmethod
     def closest(self, rows: Sequence[int], ended: bool) -> int:
@@ -69,27 +70,34 @@ class Pool(abc.ABC):
         examples = (example for queue in self._queues() for example in queue)
         return sorted(examples, key=lambda example: example.index)
 
-    def bucket_of(self, length: int) -> int:
-        """Returns the shortest bucket that a length fits in."""
-        return bisect.bisect_left(self._boundaries, length)
-
 
 class PaddedPool(Pool):
     """A pool for rows that hold one example each.
 
     Overdue examples that fit take the first rows. The oldest examples of the bucket
     follow. Rows that are still empty take the oldest examples of the next shorter
-    bucket, and so on.
+    bucket, and so on. With several sequences, shorter buckets are those with a smaller
+    sum of T, and the bucket must be at least as long in every sequence.
 
     The policy "closest" chooses the bucket with the most full batches. If there are
     none, it chooses the bucket with the least unused space, or, after the end of the
     stream, the first of the cheapest batches for all pending examples.
+
+    Args:
+      plan: the shapes of rows.
     """
 
     def __init__(self, plan: BucketPlan):
-        super().__init__(plan)
         self._plan = plan
         self._buckets = [Queue() for _ in plan.buckets]
+        self._fill_order = fill_order(plan)
+        self._row_sizes: list[int] = plan.tokens_per_row.tolist()
+        shapes = list(enumerate(map(tuple, plan.seq_lens.tolist())))
+        if plan.sequences:
+            # As in `BucketPlan.assign`, the bucket with the cheapest row comes first.
+            row_costs = plan.costs / plan.batch_sizes
+            shapes = [shapes[k] for k in np.argsort(row_costs, kind="stable")]
+        self._shapes = shapes
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets))
@@ -98,10 +106,19 @@ class PaddedPool(Pool):
         return self._buckets
 
     def put(self, example: PooledExample) -> None:
-        self._buckets[self.bucket_of(example.length)].append(example)
+        self._buckets[self._bucket_of(example.lengths)].append(example)
+
+    def _bucket_of(self, lengths: ExampleLengths) -> int:
+        return next(
+            k for k, shape in self._shapes if all(map(operator.le, lengths, shape))
+        )
 
     def oldest(self) -> tuple[int, int]:
         return min((q[0].index, k) for k, q in enumerate(self._buckets) if q)
+
+    def first_bucket(self) -> int:
+        filled = (k for k, queue in enumerate(self._buckets) if queue)
+        return next(filled, len(self._buckets))
 
     def closest(self, rows: Sequence[int], ended: bool) -> int:
         full = [len(q) // size for q, size in zip(self._buckets, rows, strict=True)]
@@ -115,7 +132,7 @@ class PaddedPool(Pool):
     def _cheapest_of_remainder(self, rows: Sequence[int]) -> int:
         """Returns the shortest bucket of the cheapest batches for all examples."""
         costs = self._plan.costs * rows / self._plan.batch_sizes
-        flow = flow_remainders(self.rows_needed(), rows, costs)
+        flow = row_flow(self._plan, self.rows_needed(), rows, costs)
         return int((flow.batches > 0).argmax())
 
     def rows_needed(self) -> list[int]:
@@ -127,23 +144,23 @@ class PaddedPool(Pool):
         The length of an example counts as the T of its own bucket.
         """
         positions, empty = 0, num_rows
-        for k in range(bucket, -1, -1):
+        for k in self._fill_order[bucket]:
             number = min(empty, len(self._buckets[k]))
-            positions += number * self._boundaries[k]
+            positions += number * self._row_sizes[k]
             empty -= number
-        return 1 - positions / (num_rows * self._boundaries[bucket])
+        return 1 - positions / (num_rows * self._row_sizes[bucket])
 
     def take(
         self, bucket: int, num_rows: int, overdue: int = 0
     ) -> list[list[PooledExample]]:
         rows: list[list[PooledExample]] = []
-        queues = self._buckets[: bucket + 1]
+        queues = [self._buckets[k] for k in self._fill_order[bucket]]
         while len(rows) < num_rows:
             oldest = min((q for q in queues if q), key=lambda q: q[0].index, default=())
             if not oldest or oldest[0].index >= overdue:
                 break
             rows.append([oldest.popleft()])
-        for queue in reversed(queues):
+        for queue in queues:
             while queue and len(rows) < num_rows:
                 rows.append([queue.popleft()])
         return rows

@@ -11,23 +11,16 @@ import copy
 import dataclasses
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
 import numpy as np
 
-from jaxbucket.base.policies import Overlong
-from jaxbucket.data.example import (
-    Example,
-    as_arrays,
-    common_length,
-    copy_features,
-    example_length,
-    sequence_names,
-)
+from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.epochs import stream_of, with_article
+from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
 
 # Not None, because a function of the stream without a `return` yields None.
 _END = object()
@@ -39,17 +32,21 @@ class PooledExample:
 
     Attributes:
       index: index among all arrived examples.
-      length: length of the example.
+      lengths: `[Q]`, the lengths of its sequences, sorted by their names.
       example: the example, or a chunk of an example that was split.
       epoch: the epoch of the stream.
       epoch_index: index of the example in its epoch.
     """
 
     index: int
-    length: int
+    lengths: ExampleLengths
     example: Example
     epoch: int
     epoch_index: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
 
     @property
     def origin(self) -> str:
@@ -57,7 +54,7 @@ class PooledExample:
 
     def without_arrays(self) -> PooledExample:
         origin = (self.epoch, self.epoch_index)
-        return PooledExample(self.index, self.length, {}, *origin)
+        return PooledExample(self.index, self.lengths, {}, *origin)
 
 
 @dataclasses.dataclass
@@ -106,9 +103,7 @@ class StreamReader:
 
     open_epoch: Callable[[int], grain.IterDataset]
     num_epochs: int | None  # None to repeat the stream forever.
-    max_seq_len: int
-    overlong: Overlong
-    sequences: Sequence[str] | None  # The features whose length counts.
+    limits: LengthLimits  # The lengths to keep.
     transform: StreamTransform
     snapshot_every: int  # The number of arrived examples between two snapshots.
     allow_empty: bool = False  # Whether an epoch may have no example.
@@ -138,7 +133,7 @@ class StreamReader:
             origin = (self._epoch, self._epoch_index)
             try:
                 example = self.transform.apply(example, *origin)
-                rows = self._apply_overlong(example)
+                rows = self.limits.apply(example, self.counts)
             except ValueError as error:
                 # The cause is the error that the transform raised, if any.
                 raise ValueError(f"{_origin(*origin)}: {error}") from error.__cause__
@@ -151,8 +146,8 @@ class StreamReader:
                 for _, row in rows:
                     self.checksum = add_checksum(self.checksum, row)
                 return [
-                    PooledExample(index, length, row, *origin)
-                    for index, (length, row) in enumerate(rows, first)
+                    PooledExample(index, lengths, row, *origin)
+                    for index, (lengths, row) in enumerate(rows, first)
                 ]
         return []
 
@@ -191,7 +186,7 @@ class StreamReader:
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example, or none that is "
                 "kept, so there is nothing to train on. Check its source, its filters "
-                f"and `overlong={self.overlong!r}`."
+                f"and `overlong={self.limits.overlong!r}`."
             )
         if self.num_epochs is not None and self._epoch + 1 >= self.num_epochs:
             self.ended = True
@@ -201,29 +196,6 @@ class StreamReader:
         self._epoch += 1
         self._epoch_index = 0
         self._epoch_has_example = False
-
-    def _apply_overlong(self, example: Example) -> list[tuple[int, Example]]:
-        """Applies the policy for overlong examples; returns (length, chunk) pairs."""
-        length, longest = example_length(example, self.sequences), self.max_seq_len
-        if length <= longest:
-            return [(length, copy_features(example))]
-        starts = range(0, length, longest)
-        if self.overlong == "drop":
-            self.counts.dropped += 1
-            starts = ()
-        elif self.overlong == "truncate":
-            self.counts.truncated += 1
-            self.counts.truncated_tokens += length - longest
-            starts = (0,)
-        elif self.overlong == "split":
-            self.counts.split += 1
-        else:
-            raise ValueError(
-                f"length {length} is beyond the last bucket, `seq_len={longest}`. Plan "
-                "with a larger `max_seq_len`, or choose `overlong='drop'`, "
-                "`overlong='truncate'` or `overlong='split'`."
-            )
-        return [_chunk(example, self.sequences, x, x + longest) for x in starts]
 
     def first_example(self) -> Example | None:
         """Reads the first example by a new iterator; returns None if there is none.
@@ -339,20 +311,6 @@ def _is_from_function(error: StopIteration) -> bool:
         if module != __name__ and module.split(".")[0] not in ("grain", "concurrent"):
             callers.append(frame.f_code.co_name)
     return bool(callers) and "__next__" not in callers
-
-
-def _chunk(
-    example: Example, sequences: Sequence[str] | None, start: int, stop: int
-) -> tuple[int, Example]:
-    """Returns the length of a chunk of an example, and the chunk."""
-    arrays = as_arrays(example)
-    names = sequence_names(arrays, sequences)
-    # Copied, because a view would keep the whole array in memory.
-    chunk = {
-        name: np.array(value[start:stop] if name in names else value)
-        for name, value in arrays.items()
-    }
-    return common_length(chunk, names), chunk
 
 
 def add_checksum(checksum: int, example: Example) -> int:

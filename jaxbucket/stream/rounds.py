@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxbucket.base.digest import digest
 from jaxbucket.data.example import Example, Features, feature_specs
-from jaxbucket.plan.flow.remainder import filler_bucket, flow_remainders
+from jaxbucket.plan.flow.remainder import filler_bucket
+from jaxbucket.stream.drain import cheapest_batches
 from jaxbucket.stream.peer_status import (
     PeerStatus,
     check_different_examples,
@@ -129,7 +130,7 @@ class StreamRounds:
     ) -> PeerStatus:
         options = self._run.options
         pending = pool.pending()
-        lengths = [example.length for example in pending]
+        lengths = [example.lengths for example in pending]
         compared = [] if self._is_checked else pending
         return PeerStatus(
             config={
@@ -142,7 +143,7 @@ class StreamRounds:
             parts=list(options.shard.parts),
             pool_digest=digest(np.array(lengths, "<i8").data),
             ended=reader.ended,
-            shortest=pool.bucket_of(min(lengths)) if lengths else len(phase.plan),
+            shortest=pool.first_bucket(),
             rows_needed=pool.rows_needed(),
             features=feature_specs(template),
             arrived=reader.counts.arrived,
@@ -164,8 +165,11 @@ class StreamRounds:
             return Round(step, min(step + steps, phase_end), min_bucket, None)
         batches = options.micro_batches_per_bucket
         rows = np.array(phase.rows) // len(options.shard.parts) * batches
-        counts = cheapest_batches(rows_of_part(statuses), rows, phase.plan.costs)
+        needed = [status.rows_needed for status in statuses]
+        num_parts = [len(status.parts) for status in statuses]
+        counts = cheapest_batches(phase.plan, needed, num_parts, rows)
         # The longest bucket comes first, so that shorter examples can fill its rows.
+        # If overdue examples take the rows of others, these need another round.
         drain = [(k, counts[k]) for k in reversed(range(len(rows))) if counts[k]]
         steps = -(-sum(counts) // options.buckets_per_step)
         return Round(step, min(step + steps, phase_end), min_bucket, drain)
@@ -199,46 +203,3 @@ class StreamRounds:
             )
         end = min(current.end, self._run.phase_end(step))
         self._rounds.append(current._replace(end=end))
-
-
-def rows_of_part(statuses: Sequence[PeerStatus]) -> np.ndarray:
-    """Returns the `[K]` rows that hold the pending examples of any single process.
-
-    They are the rows of one part of the batch. An example that fits into a bucket also
-    fits into longer buckets. Therefore, for each k, buckets k and above together have
-    as many rows as any process needs in them.
-
-    Example: one process needs 3 short rows, another one short and one long row.
-      >>> a = PeerStatus({}, [0], "", True, 0, [3, 0], {}, 3, 0)
-      >>> b = PeerStatus({}, [1], "", True, 0, [1, 1], {}, 2, 0)
-      >>> rows_of_part([a, b])
-      array([2, 1])
-    """
-    needed = [-(-_from_each_on(x.rows_needed) // len(x.parts)) for x in statuses]
-    rows = np.max(needed, axis=0)
-    return rows - np.append(rows[1:], 0)
-
-
-def cheapest_batches(
-    counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
-) -> list[int]:
-    """Returns the `[K]` numbers of batches that hold all rows at the lowest cost.
-
-    Remaining rows may move to a longer bucket.
-
-    Example: 3 of the 5 short rows fill the batch of the longer bucket.
-      >>> sizes, costs = np.array([2, 4]), np.array([8, 32])
-      >>> cheapest_batches(np.array([5, 1]), sizes, costs)
-      [1, 1]
-    """
-    batches = flow_remainders(counts, batch_sizes, costs).batches.copy()
-    for k in reversed(range(len(batches))):
-        # The unneeded rows in each bucket and above, because shorter examples fit too.
-        spare = _from_each_on(batches * batch_sizes) - _from_each_on(counts)
-        batches[k] -= min(int(batches[k]), int(spare[: k + 1].min()) // batch_sizes[k])
-    return batches.tolist()
-
-
-def _from_each_on(numbers: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the sums of the numbers at each position and above."""
-    return np.cumsum(numbers[::-1], dtype=np.int64)[::-1]

@@ -16,6 +16,7 @@ from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.drift import OnDrift
 from jaxbucket.stream.epochs import Stream, open_epoch, slice_stream
 from jaxbucket.stream.options import Options
+from jaxbucket.stream.overlong import LengthLimits
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.reader import StreamReader
 
@@ -61,9 +62,7 @@ class StreamRun:
         return StreamReader(
             open_epoch=self.open_epoch,
             num_epochs=options.num_epochs,
-            max_seq_len=plan.max_seq_len,
-            overlong=plan.policy(),
-            sequences=options.sequences,
+            limits=LengthLimits.of_plan(plan, options.sequences),
             transform=StreamTransform(
                 options.transform,
                 options.seed,

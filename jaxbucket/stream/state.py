@@ -174,7 +174,7 @@ class StreamState:
 
 def num_tokens(pending: Sequence[PooledExample]) -> int:
     """Returns the number of tokens of examples."""
-    return sum(example.length for example in pending)
+    return sum(example.num_tokens for example in pending)
 
 
 def _count(number: Any) -> int:

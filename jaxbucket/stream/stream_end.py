@@ -6,9 +6,13 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
+from jaxbucket.base.sizes import Sizes
+from jaxbucket.plan.flow.dominance import is_maximal
 
 
 class StreamEnd:
@@ -19,6 +23,10 @@ class StreamEnd:
     processes, no process has an example left. All processes see the same sum, so they
     stop after the same step.
 
+    With several sequences, several buckets may be longest, because none holds all
+    examples of another. Then the end is reached once each of them has had a step, with
+    no real token in these steps and between them.
+
     Example:
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
       >>> end = StreamEnd(plan, delay=0)
@@ -27,7 +35,7 @@ class StreamEnd:
       [False, False, True]
 
     Args:
-      plan: the plan of the stream; any of its plans if it has several.
+      plan: the plan of the stream; the last one if it has several.
       delay: the number of steps by which reading the number of tokens is delayed,
         because reading it waits until the step has been computed.
 
@@ -36,11 +44,16 @@ class StreamEnd:
     """
 
     def __init__(self, plan: BucketPlan, delay: int = 1):
-        self._max_seq_len = plan.max_seq_len
+        longest = np.flatnonzero(is_maximal(plan.seq_lens))
+        self._longest = {plan.buckets[k].seq_len for k in longest}
+        # Those of them that have had a step since the last real token.
+        self._empty: set[int | Sizes] = set()
         self._delay = check_integer("delay", delay)
         if self._delay < 0:
             raise ValueError(f"`delay={delay}` must not be negative.")
-        self._steps: collections.deque[tuple[bool, Any]] = collections.deque()
+        self._steps: collections.deque[tuple[set[int | Sizes], Any]] = (
+            collections.deque()
+        )
 
     def reached(self, bucket: Bucket | Sequence[Bucket], num_tokens: Any) -> bool:
         """Returns whether the streams had ended `delay` steps before this one.
@@ -52,9 +65,10 @@ class StreamEnd:
             `metrics["num_tokens"]` of a train step.
         """
         buckets = [bucket] if isinstance(bucket, Bucket) else bucket
-        has_longest = any(x.seq_len == self._max_seq_len for x in buckets)
-        self._steps.append((has_longest, num_tokens))
+        seq_lens = {x.seq_len for x in buckets} & self._longest
+        self._steps.append((seq_lens, num_tokens))
         if len(self._steps) <= self._delay:
             return False
-        has_longest, num_tokens = self._steps.popleft()
-        return has_longest and int(num_tokens) == 0
+        seq_lens, num_tokens = self._steps.popleft()
+        self._empty = set() if int(num_tokens) else self._empty | seq_lens
+        return self._empty == self._longest

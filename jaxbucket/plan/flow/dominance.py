@@ -45,6 +45,21 @@ def dominates(seq_lens: np.ndarray) -> np.ndarray:
     return (lower <= upper).all(axis=-1) & (lower != upper).any(axis=-1)
 
 
+def is_maximal(seq_lens: np.ndarray) -> np.ndarray:
+    """Returns whether no other shape dominates a shape, `[K]` bool.
+
+    Every example that a shape holds is held by one of these.
+
+    Example:
+      >>> is_maximal(np.array([[4, 8], [8, 4], [2, 2]])).astype(int)
+      array([1, 1, 0])
+
+    Args:
+      seq_lens: `[K, Q]` integers, the T of each shape.
+    """
+    return ~dominates(seq_lens).any(axis=1)
+
+
 def shape_order(seq_lens: np.ndarray) -> np.ndarray:
     """Returns the order of shapes in a plan: by the sum of T, then by T, `[K]` indices.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
@@ -25,7 +27,29 @@ def epoch_flow(
       ValueError: if the policy is unknown.
     """
     sizes = plan.rows_per_step(together)
+    return row_flow(plan, counts, sizes, plan.costs, remainder)
+
+
+def row_flow(
+    plan: BucketPlan,
+    counts: Sequence[int] | np.ndarray,
+    batch_sizes: Sequence[int] | np.ndarray,
+    costs: np.ndarray,
+    remainder: Remainder = "cheapest",
+) -> RowFlow:
+    """Returns the rows and batches of examples, for batches of any size.
+
+    Args:
+      plan: the buckets.
+      counts: `[K]` integers, the number of examples that each bucket is assigned.
+      batch_sizes: `[K]` integers, the rows of a batch of each bucket.
+      costs: `[K]` numbers, the cost of such a batch.
+      remainder: the policy for examples that do not fill a batch.
+
+    Raises:
+      ValueError: if the policy is unknown.
+    """
     if not plan.sequences:
-        return flow_remainders(counts, sizes, plan.costs, remainder)
+        return flow_remainders(counts, batch_sizes, costs, remainder)
     above = dominates(plan.seq_lens)
-    return flow_remainders_between(counts, sizes, plan.costs, above, remainder)
+    return flow_remainders_between(counts, batch_sizes, costs, above, remainder)

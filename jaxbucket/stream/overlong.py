@@ -1,0 +1,175 @@
+"""Measures the examples of a stream, and applies the policy for overlong examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import MAX_LENGTH
+from jaxbucket.base.policies import Overlong
+from jaxbucket.data.example import (
+    Example,
+    Sequences,
+    as_arrays,
+    common_length,
+    copy_features,
+    sequence_groups,
+)
+from jaxbucket.plan.flow.dominance import is_maximal
+
+if TYPE_CHECKING:
+    from jaxbucket.stream.reader import StreamCounts
+
+# The lengths of the sequences of an example, sorted by the names of the sequences; a
+# single one if examples have one length.
+ExampleLengths = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthLimits:
+    """The lengths that buckets hold, and the policies for overlong examples.
+
+    Attributes:
+      names: the names of several sequences, sorted; empty if examples have one length.
+      sequences: the features whose length counts; with several sequences, a mapping
+        from each to its features.
+      shapes: the T of each sequence in the longest buckets. An example that fits into
+        any bucket fits into one of these.
+      overlong: the policy for examples that are too long, or one for each sequence.
+    """
+
+    names: tuple[str, ...]
+    sequences: Sequences
+    shapes: tuple[ExampleLengths, ...]
+    overlong: Overlong | Mapping[str, Overlong]
+
+    @classmethod
+    def of_plan(cls, plan: BucketPlan, sequences: Sequences) -> LengthLimits:
+        """Returns the limits of the buckets of a plan."""
+        shapes = plan.seq_lens[is_maximal(plan.seq_lens)].tolist()
+        return cls(plan.sequences, sequences, tuple(map(tuple, shapes)), plan.overlong)
+
+    @classmethod
+    def unlimited(cls, names: Collection[str], sequences: Sequences) -> LengthLimits:
+        """Returns limits that hold every length of 32 bits."""
+        shape = (MAX_LENGTH,) * max(1, len(names))
+        return cls(tuple(sorted(names)), sequences, (shape,), "error")
+
+    @functools.cached_property
+    def policies(self) -> tuple[Overlong, ...]:
+        """`[Q]`, the policy for each sequence that is too long."""
+        if isinstance(self.overlong, Mapping):
+            return tuple(self.overlong[name] for name in self.names)
+        return (self.overlong,) * max(1, len(self.names))
+
+    def apply(
+        self, example: Example, counts: StreamCounts
+    ) -> list[tuple[ExampleLengths, Example]]:
+        """Returns an example with its lengths, or its chunks; empty if it is dropped.
+
+        Args:
+          example: a dict of arrays, which are copied.
+          counts: the counts of the stream, which are updated.
+
+        Raises:
+          ValueError: if the example has no length, or is too long under the policy
+            "error".
+        """
+        arrays = as_arrays(example)
+        groups = sequence_groups(arrays, self.sequences, self.names)
+        lengths = tuple(common_length(arrays, names) for names in groups.values())
+        if self._hold(lengths):
+            return [(lengths, copy_features(example))]
+        if self.policies == ("split",):
+            counts.split += 1
+            (length,), ((size,),) = lengths, self.shapes
+            starts = range(0, length, size)
+            return [
+                _chunk(arrays, groups, (x,), (min(x + size, length),)) for x in starts
+            ]
+        kept = self._truncated(lengths)
+        if not self._hold(kept):
+            if "drop" not in self.policies:
+                raise ValueError(
+                    _unheld_message(dict(zip(groups, lengths, strict=True)))
+                )
+            counts.dropped += 1
+            return []
+        counts.truncated += 1
+        counts.truncated_tokens += sum(lengths) - sum(kept)
+        return [_chunk(arrays, groups, (0,) * len(kept), kept)]
+
+    def _hold(self, lengths: ExampleLengths) -> bool:
+        return any(all(map(operator.le, lengths, shape)) for shape in self.shapes)
+
+    def _truncated(self, lengths: ExampleLengths) -> ExampleLengths:
+        """Returns the lengths after truncation.
+
+        Raises:
+          ValueError: if a sequence is too long under the policy "error".
+        """
+        kept = list(lengths)
+        for q, longest in enumerate(map(max, zip(*self.shapes, strict=True))):
+            if lengths[q] <= longest:
+                continue
+            if self.policies[q] == "error":
+                name = self.names[q] if self.names else None
+                raise ValueError(_overlong_message(lengths[q], longest, name))
+            if self.policies[q] == "truncate":
+                kept[q] = longest
+        return tuple(kept)
+
+
+def _overlong_message(length: int, longest: int, sequence: str | None) -> str:
+    if sequence is None:
+        return (
+            f"length {length} is beyond the last bucket, `seq_len={longest}`. Plan "
+            "with a larger `max_seq_len`, or choose `overlong='drop'`, "
+            "`overlong='truncate'` or `overlong='split'`."
+        )
+    return (
+        f"length {length} of {sequence!r} is beyond all buckets, "
+        f"`seq_len[{sequence!r}]={longest}`. Plan with a larger `max_seq_len`, or "
+        "choose `overlong='drop'` or `overlong='truncate'`."
+    )
+
+
+def _unheld_message(lengths: dict[str, int]) -> str:
+    return (
+        f"no bucket holds the lengths {lengths} together. Plan with a bucket that "
+        "does, or choose `overlong='drop'`."
+    )
+
+
+def _chunk(
+    arrays: Mapping[str, np.ndarray],
+    groups: Mapping[str, list[str]],
+    starts: ExampleLengths,
+    stops: ExampleLengths,
+) -> tuple[ExampleLengths, Example]:
+    """Returns the lengths of a part of an example, and the part.
+
+    Args:
+      arrays: the features of the example.
+      groups: the features of each sequence.
+      starts: the first position to keep in each sequence.
+      stops: one past the last position in each sequence.
+    """
+    spans = list(map(slice, starts, stops))
+    kept = {
+        name: span
+        for names, span in zip(groups.values(), spans, strict=True)
+        for name in names
+    }
+    # Copied, because a view would keep the whole array in memory.
+    chunk = {
+        name: np.array(value[kept[name]] if name in kept else value)
+        for name, value in arrays.items()
+    }
+    return tuple(map(operator.sub, stops, starts)), chunk
