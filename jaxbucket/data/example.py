@@ -183,11 +183,25 @@ def sequence_groups(
             f"`sequences={sequences}` must be a mapping with the features of each of "
             f"{sorted(names)}."
         )
+    groups = features_by_sequence({name: sequences[name] for name in names})
+    return {name: sequence_names(arrays, group) for name, group in groups.items()}
+
+
+def features_by_sequence(
+    sequences: Mapping[str, Sequence[str]],
+) -> dict[str, list[str]]:
+    """Returns the features of each of several sequences, itself first.
+
+    Example:
+      >>> features_by_sequence({"source": [], "target": ["loss_weights"]})
+      {'source': ['source'], 'target': ['target', 'loss_weights']}
+
+    Raises:
+      ValueError: if a feature is repeated.
+    """
     groups = {
-        name: sequence_names(
-            arrays, [name, *(x for x in listed_names(sequences[name]) if x != name)]
-        )
-        for name in names
+        name: [name, *(x for x in listed_names(names) if x != name)]
+        for name, names in sequences.items()
     }
     features = [name for names in groups.values() for name in names]
     if len(set(features)) < len(features):
