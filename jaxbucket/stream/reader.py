@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from jaxbucket.base.policies import Overlong
+from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.data.example import (
     Example,
     as_arrays,
@@ -211,17 +211,18 @@ class StreamReader:
         if self.overlong == "drop":
             self.counts.dropped += 1
             starts = ()
-        elif self.overlong == "truncate":
+        elif self.overlong in TRUNCATING:
             self.counts.truncated += 1
             self.counts.truncated_tokens += length - longest
-            starts = (0,)
+            starts = (0 if self.overlong == "truncate" else length - longest,)
         elif self.overlong == "split":
             self.counts.split += 1
         else:
             raise ValueError(
                 f"length {length} is beyond the last bucket, `seq_len={longest}`. Plan "
                 "with a larger `max_seq_len`, or choose `overlong='drop'`, "
-                "`overlong='truncate'` or `overlong='split'`."
+                "`overlong='truncate'`, `overlong='truncate_left'` or "
+                "`overlong='split'`."
             )
         return [_chunk(example, self.sequences, x, x + longest) for x in starts]
 
