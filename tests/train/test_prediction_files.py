@@ -89,10 +89,8 @@ def test_dropped_examples_have_no_outputs(tmp_path):
     source, batches = make_batches(max_seq_len=12, overlong="drop")
     outputs = write(tmp_path, batches)
     assert [x is None for x in outputs] == [len(x["x"]) > 12 for x in source]
-    for overlong, kept in (
-        ("truncate", slice(12)),
-        ("truncate_left", slice(-12, None)),
-    ):
+    first, last = slice(12), slice(-12, None)
+    for overlong, kept in (("truncate", first), ("truncate_left", last)):
         source, batches = make_batches(max_seq_len=12, overlong=overlong)
         assert_right(write(tmp_path / overlong, batches), source, kept)
 
