@@ -37,42 +37,50 @@ def file_keys(
     """
     if cache is not None and functions is not None and cache_key is None:
         raise ValueError(_missing_message(cache, functions, argument))
-    by_name = _checked(cache_key, functions, argument)
+    labels: Mapping[Any, str] = {}
+    if isinstance(functions, Mapping) and cache_key is not None:
+        labels = _labels_of_each(cache_key, functions, argument)
+    elif cache_key is not None:
+        # Without a function, the key stands for a version of the data.
+        owner = None if functions is None else argument
+        labels = dict.fromkeys(features, _label(cache_key, "cache_key", owner))
     sample = contents(source).encode()
     keys = {}
     for name, names in features.items():
-        key = by_name.get(name) if isinstance(by_name, Mapping) else by_name
-        several = isinstance(functions, Mapping)
-        has_function = name in functions if several else functions is not None
-        # Without a function, the key stands for a version of the data.
-        label = repr((argument if has_function else None, key)) if key else ""
-        how = f"{len(source)} {label} {names and list(names)}"
+        how = f"{len(source)} {labels.get(name, '')} {names and list(names)}"
         keys[name] = digest(how.encode(), sample)
     return keys
 
 
-def _checked(cache_key: CacheKey, functions: Any, argument: str) -> Any:
-    """Returns the cache key after checking that it names each function."""
-    if cache_key is None:
-        return None
-    if not isinstance(functions, Mapping):
-        _check_text("cache_key", cache_key)
-        return cache_key
+def _labels_of_each(
+    cache_key: str | Mapping[str, str], functions: Mapping[str, Any], argument: str
+) -> dict[str, str]:
+    """Returns the text that stands for each of several functions, by name."""
     if not isinstance(cache_key, Mapping) or set(cache_key) != set(functions):
         raise ValueError(
             f"`cache_key={cache_key!r}` must be a mapping with a name for each "
-            f"function in `{argument}`, such as {_example(functions, argument)}."
+            f"function in `{argument}`, such as {_example(functions)}."
         )
-    for name, key in cache_key.items():
-        _check_text(f"cache_key[{name!r}]", key)
-    return cache_key
+    labels = {
+        name: _label(key, f"cache_key[{name!r}]", argument)
+        for name, key in cache_key.items()
+    }
+    if len(set(labels.values())) < len(labels):
+        raise ValueError(
+            f"`cache_key={dict(cache_key)}` gives two functions the same name, and "
+            f"their files would be the same. Pass different names, such as "
+            f"{_example(functions)}."
+        )
+    return labels
 
 
-def _check_text(name: str, key: Any) -> None:
+def _label(key: Any, name: str, argument: str | None) -> str:
+    """Returns the text that stands for a function, or for a version of the data."""
     if not isinstance(key, str) or not key:
         raise ValueError(
             f'`{name}={key!r}` must be a non-empty string, such as "words-1".'
         )
+    return repr((argument, key))
 
 
 def _missing_message(
@@ -82,8 +90,8 @@ def _missing_message(
         return (
             f"`cache={str(cache)!r}` requires `cache_key`: the cache cannot detect "
             f"changes of the functions in `{argument}`. Pass a name for each, such as "
-            f"`cache_key={_example(functions, argument)}`, and change it whenever the "
-            "function changes."
+            f"`cache_key={_example(functions)}`, and change it whenever the function "
+            "changes."
         )
     return (
         f"`cache={str(cache)!r}` requires `cache_key`: the cache cannot detect changes "
@@ -92,5 +100,5 @@ def _missing_message(
     )
 
 
-def _example(functions: Mapping[str, Any], argument: str) -> dict[str, str]:
-    return dict.fromkeys(functions, f"{argument}-1")
+def _example(functions: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{name}-1" for name in functions}

@@ -156,16 +156,16 @@ def _features(
       ValueError: if `length_fn` and `sequences` do not fit together.
     """
     if isinstance(sequences, Mapping):
+        check_sequence_names("sequences", sequences)
         if length_fn is not None and not isinstance(length_fn, Mapping):
             raise ValueError(
                 f"`length_fn` is one function, but `sequences` names "
-                f"{sorted(sequences)}. Pass a mapping with the function of each."
+                f"{list(sequences)}. Pass a mapping with the function of each."
             )
-        check_sequence_names("sequences", sequences)
-        if unknown := set(length_fn or ()) - set(sequences):
+        if unknown := [name for name in length_fn or () if name not in sequences]:
             raise ValueError(
-                f"`length_fn` has functions for {sorted(unknown)}, but `sequences` "
-                f"names {sorted(sequences)}. Use the same names."
+                f"`length_fn` has functions for {unknown}, but `sequences` names "
+                f"{list(sequences)}. Use the same names."
             )
         groups = features_by_sequence(sequences)
         return {name: groups[name] for name in sorted(groups)}
@@ -173,7 +173,7 @@ def _features(
         return {None: sequences}
     if sequences is not None:
         raise ValueError(
-            f"`length_fn` has functions for {sorted(length_fn)}, but `sequences="
+            f"`length_fn` has functions for {list(length_fn)}, but `sequences="
             f"{sequences!r}` names the features of one sequence. Pass a mapping with "
             "the features of each, or remove `sequences`."
         )

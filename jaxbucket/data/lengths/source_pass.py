@@ -56,8 +56,10 @@ class SourcePass:
     progress: bool
 
     def __post_init__(self):
-        if check_integer("num_workers", self.num_workers) < 0:
-            raise ValueError(f"`num_workers={self.num_workers}` must not be negative.")
+        workers = check_integer("num_workers", self.num_workers)
+        if workers < 0:
+            raise ValueError(f"`num_workers={workers}` must not be negative.")
+        object.__setattr__(self, "num_workers", workers)
 
     def values(self, start: int, stop: int) -> dict[str | None, np.ndarray]:
         """Returns the values `[n]` of the examples `start <= index < stop`, by name."""

@@ -127,9 +127,7 @@ def test_sequences_may_be_measured_by_functions(tmp_path):
             "words": [2, 1, 3],
         }
     # The files are those of single functions with the same keys.
-    (letters,) = (
-        measured(texts, length_fn=hash, cache=tmp_path, cache_key="letters-1"),
-    )
+    letters = measured(texts, length_fn=hash, cache=tmp_path, cache_key="letters-1")
     assert letters.tolist() == [5, 2, 9]
     # Another key measures only its own function again.
     functions = {"words": lambda x: 7, "letters": lambda x: 7}
@@ -203,6 +201,14 @@ def test_a_token_file_has_lengths_for_each_feature(tmp_path):
             "repeats a feature. Name each feature once.",
         ),
         (
+            {"sequences": {"source": [], 2: []}},
+            "`sequences` has sequence names that are not strings: [2]. Use the names",
+        ),
+        (
+            {"sequences": SEQUENCES, "length_fn": {}},
+            "`length_fn` is empty. Name at least one function.",
+        ),
+        (
             {"sequences": {"source": [], "text": []}},
             "`source[0]`, sequence 'text': `sequences=['text']`: ['text'] are not",
         ),
@@ -212,12 +218,12 @@ def test_a_token_file_has_lengths_for_each_feature(tmp_path):
         ),
         (
             {"sequences": SEQUENCES, "length_fn": len},
-            "`length_fn` is one function, but `sequences` names ['source', 'target']. "
+            "`length_fn` is one function, but `sequences` names ['target', 'source']. "
             "Pass a mapping with the function of each.",
         ),
         (
             {"sequences": SEQUENCES, "length_fn": {"text": len}},
-            "`length_fn` has functions for ['text'], but `sequences` names ['source', ",
+            "`length_fn` has functions for ['text'], but `sequences` names ['target', ",
         ),
         (
             {"sequences": ["source"], "length_fn": {"source": len, "target": len}},
@@ -258,10 +264,16 @@ def test_invalid_sequences_and_functions_are_refused(options, message):
         (
             None,
             "changes of the functions in `length_fn`. Pass a name for each, such as "
-            "`cache_key={'a': 'length_fn-1', 'b': 'length_fn-1'}`",
+            "`cache_key={'a': 'a-1', 'b': 'b-1'}`",
         ),
         ("1", "`cache_key='1'` must be a mapping with a name for each function in `le"),
         ({"a": "1"}, "`cache_key={'a': '1'}` must be a mapping with a name for each "),
+        (
+            {"a": "1", "b": "1"},
+            "`cache_key={'a': '1', 'b': '1'}` gives two functions the same name, and "
+            "their files would be the same. Pass different names, such as {'a': 'a-1'",
+        ),
+        ({"a": None, "b": "1"}, "`cache_key['a']=None` must be a non-empty string"),
         ({"a": "1", "b": ""}, "`cache_key['b']=''` must be a non-empty string"),
     ],
 )
