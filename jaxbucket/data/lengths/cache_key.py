@@ -37,9 +37,9 @@ def file_keys(
     """
     if cache is not None and functions is not None and cache_key is None:
         raise ValueError(_missing_message(cache, functions, argument))
-    labels: Mapping[Any, str] = {}
+    labels: dict[str | None, str] = {}
     if isinstance(functions, Mapping) and cache_key is not None:
-        labels = _labels_of_each(cache_key, functions, argument)
+        labels |= _labels_of_each(cache_key, functions, argument)
     elif cache_key is not None:
         # Without a function, the key stands for a version of the data.
         owner = None if functions is None else argument
