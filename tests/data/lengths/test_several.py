@@ -75,7 +75,7 @@ def test_all_sequences_are_measured_in_one_pass(tmp_path, num_workers):
         assert_lengths(lengths)
         # The cache also reads a sample of the examples.
         assert num_workers or SIZE <= source.reads <= SIZE + 16 * (cache is not None)
-    plan = jb.plan_buckets(lengths, max_tokens=8192, num_buckets=2)
+    plan = jb.plan_buckets(lengths, max_tokens=8192, seq_len_multiple=32)
     assert plan.sequences == ("source", "target")
 
 
