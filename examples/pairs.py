@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     source = make_source()
-    lengths = {x: jb.measure_lengths(source, sequences=[x]) for x in MAX_SEQ_LEN}
+    lengths = jb.measure_lengths(source, sequences={x: [x] for x in MAX_SEQ_LEN})
     # Every shape has 64 rows, because the loss depends on the number of negatives.
     budget = {"max_tokens": 64 * sum(MAX_SEQ_LEN.values()), "max_batch_size": 64}
     options = {"max_seq_len": MAX_SEQ_LEN, "overlong": "truncate", **budget}

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     source, limits = make_source(), {"max_tokens": 4096, "max_seq_len": MAX_SEQ_LEN}
-    lengths = {x: jb.measure_lengths(source, sequences=[x]) for x in MAX_SEQ_LEN}
+    lengths = jb.measure_lengths(source, sequences={x: [x] for x in MAX_SEQ_LEN})
     cost_fn = jb.plan.EncoderDecoderCost("source", "target", args.width, 1, VOCABULARY)
     multiples = {"batch_size_multiple": 8, "seq_len_multiple": 8}
     options = {**limits, **multiples, "overlong": "truncate", "cost_fn": cost_fn}

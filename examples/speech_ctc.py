@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     source = make_source(1000, args.scale)
-    lengths = {x: jb.measure_lengths(source, sequences=[x]) for x in source[0]}
+    lengths = jb.measure_lengths(source, sequences={x: [x] for x in source[0]})
     # Convolutions of stride 4 start at the same frames if T is a multiple of 4.
     multiples = {"seq_len_multiple": {"frames": 16, "transcript": 4}}
     options = {**multiples, "batch_size_multiple": 8, "max_tokens": 16_384}

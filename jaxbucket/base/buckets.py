@@ -24,7 +24,7 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
-from jaxbucket.base.policies import Overlong
+from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
 
 
@@ -55,7 +55,8 @@ class BucketPlan:
         name to the multiple of its T.
       overlong: what happens to an example that no bucket holds: "error" raises
         an error, "drop" leaves the example out, "truncate" shortens it to the last
-        bucket. With "split", the plan is for the chunks from `split_source`, and
+        bucket, whose first tokens are kept, and "truncate_left" keeps its last tokens.
+        With "split", the plan is for the chunks from `split_source`, and
         expects their lengths. With several sequences, a mapping may name a policy for
         each.
       step_costs: the cost of a step of each bucket, used to assign remainders to
@@ -272,7 +273,7 @@ class BucketPlan:
         lengths = self.check(lengths)
         index = assignment.shortest(lengths, self.boundaries)
         over = index == len(self)
-        if self.overlong == "truncate":
+        if self.overlong in TRUNCATING:
             index[over] = len(self) - 1
         elif self.overlong == "drop":
             index[over] = -1
@@ -298,18 +299,26 @@ class BucketPlan:
 
     @property
     def truncates(self) -> bool | list[str]:
-        """Whether examples are truncated; or which of their sequences are."""
+        """Whether examples keep their first tokens; or which of their sequences do."""
+        return self._with_policy("truncate")
+
+    @property
+    def truncates_left(self) -> bool | list[str]:
+        """Whether examples keep their last tokens; or which of their sequences do."""
+        return self._with_policy("truncate_left")
+
+    def _with_policy(self, policy: Overlong) -> bool | list[str]:
         if not self.sequences:
-            return self.overlong == "truncate"
-        return [name for name in self.sequences if self.policy(name) == "truncate"]
+            return self.overlong == policy
+        return [name for name in self.sequences if self.policy(name) == policy]
 
     def truncated(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the lengths after `overlong="truncate"` has shortened examples.
+        """Returns the lengths after "truncate" or "truncate_left" shortened examples.
 
         Args:
           lengths: `[N]` or `[N, Q]` integers, from `check`.
         """
-        is_cut = [self.policy(name) == "truncate" for name in self.sequences or (None,)]
+        is_cut = [self.policy(name) in TRUNCATING for name in self.sequences or (None,)]
         limits = np.where(is_cut, self.seq_lens.max(axis=0), MAX_LENGTH)
         limits = np.minimum(limits, MAX_LENGTH).astype(lengths.dtype)
         return np.minimum(lengths, limits)
@@ -317,8 +326,8 @@ class BucketPlan:
     def kept_lengths(self, lengths: Lengths) -> np.ndarray:
         """Returns the lengths of the examples in batches, `[n]` or `[n, Q]`.
 
-        Examples that `overlong="drop"` leaves out are missing, and "truncate" limits
-        the length to the last bucket.
+        Examples that `overlong="drop"` leaves out are missing, and "truncate" and
+        "truncate_left" limit the length to the last bucket.
 
         Args:
           lengths: as for `check`.

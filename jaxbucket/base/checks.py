@@ -105,10 +105,10 @@ def overlong_message(
     name, where = "", "the last bucket"
     if sequence is not None:
         name, where = f"[{sequence!r}]", "all buckets"
-    choices = ["`overlong='drop'`", "`overlong='truncate'`"]
+    choices = ["drop", "truncate", "truncate_left"]
     if sequence is None:
-        choices.append("`overlong='split'`")
-    *others, last = choices
+        choices.append("split")
+    *others, last = (f"`overlong={policy!r}`" for policy in choices)
     return (
         f"`lengths{name}[{example}]={lengths[example]}` is beyond {where}, "
         f"`seq_len{name}={max_seq_len}`. Plan with a larger `max_seq_len`, or with "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.policies import OVERLONG
+from jaxbucket.base.policies import OVERLONG, TRUNCATING
 from jaxbucket.base.sizes import Sizes, total
 
 if TYPE_CHECKING:
@@ -109,12 +109,13 @@ def check_overlong(plan: BucketPlan) -> None:
     if "split" in policies.values():
         raise ValueError(
             "`overlong='split'` requires examples with one sequence. Choose 'error', "
-            "'drop' or 'truncate'."
+            "'drop', 'truncate' or 'truncate_left'."
         )
     last = plan.buckets[-1].seq_len
-    if "truncate" in policies.values() and last != plan.max_seq_lens:
-        raise ValueError(
-            f"`overlong='truncate'` requires a last bucket that holds the longest "
-            f"sequences, {plan.max_seq_lens}, but it has {last}. Add such a bucket, or "
-            "choose 'error' or 'drop'."
-        )
+    for policy in policies.values():
+        if policy in TRUNCATING and last != plan.max_seq_lens:
+            raise ValueError(
+                f"`overlong={policy!r}` requires a last bucket that holds the longest "
+                f"sequences, {plan.max_seq_lens}, but it has {last}. Add such a "
+                "bucket, or choose 'error' or 'drop'."
+            )

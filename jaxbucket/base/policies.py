@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 # What happens to an example that is longer than the last bucket.
-Overlong: TypeAlias = Literal["error", "drop", "truncate", "split"]
+Overlong: TypeAlias = Literal["error", "drop", "truncate", "truncate_left", "split"]
 # Whether the micro-batches of a step have the same bucket.
 Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
+# The policies that shorten an example: its beginning or its end is kept.
+TRUNCATING: tuple[Overlong, ...] = ("truncate", "truncate_left")
 GROUPS: tuple[str, ...] = get_args(Group)

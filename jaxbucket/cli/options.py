@@ -111,7 +111,8 @@ _OPTIONS = [
         "--overlong",
         type=click.Choice(OVERLONG),
         default="error",
-        help="What to do with examples longer than the last bucket.",
+        help="What to do with examples longer than the last bucket; truncate keeps "
+        "their first tokens, and truncate_left the last.",
     ),
     click.option(
         "--width",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from jaxbucket.data.source import (
     PackedSource,
     RowSource,
     Source,
+    SpanSource,
     check_measured,
     check_sequences,
     contents,
@@ -92,7 +93,12 @@ class BatchReader:
             check_sequences(self.source, self.sequences)
             check_measured(self.source.lengths, self.schedule.lengths)
             packed = self.schedule.max_segments is not None
-            if not packed or isinstance(self.source, PackedSource):
+            gathers = RowSource
+            if packed:
+                gathers = PackedSource
+            elif self.schedule.plan.truncates_left:
+                gathers = SpanSource
+            if isinstance(self.source, gathers):
                 object.__setattr__(self, "_row_source", self.source)
 
     @functools.cached_property
@@ -114,7 +120,10 @@ class BatchReader:
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         packed = self.schedule.max_segments is not None
         truncate = not packed and self.schedule.plan.truncates
+        truncate_left = not packed and self.schedule.plan.truncates_left
         if self._row_source is not None:
+            if truncate_left:
+                return self._ends(rows, bucket)
             return self._row_source.collate(
                 rows, bucket, pad_value=self.pad_value, truncate=bool(truncate)
             )
@@ -130,6 +139,7 @@ class BatchReader:
             like=self.like,
             sequences=self.sequences,
             truncate=truncate,
+            truncate_left=truncate_left,
         )
         try:
             return collate(
@@ -144,6 +154,14 @@ class BatchReader:
             _check_each(collate, rows, examples, step)
             # No single example is at fault, so it is the `pad_value` that does not fit.
             raise
+
+    def _ends(self, rows: np.ndarray, bucket: Bucket) -> Batch:
+        """Returns the batch of the last T tokens of each example."""
+        lengths = self.schedule.lengths[rows]
+        kept = np.minimum(lengths, bucket.tokens_per_row)
+        return cast(SpanSource, self._row_source).collate_spans(
+            rows, lengths - kept, kept, bucket, pad_value=self.pad_value
+        )
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
         """Returns the example of a row, the list of a packed row, or None if empty."""

@@ -33,6 +33,7 @@ def collate_rows(
     sequences: Sequences = None,
     pad_value: PadValue = 0,
     truncate: bool | Collection[str] = False,
+    truncate_left: bool | Collection[str] = False,
     max_segments: int | None = None,
 ) -> Batch:
     """Returns one batch of the bucket's shape; `unbatch` is the inverse.
@@ -85,7 +86,8 @@ def collate_rows(
         sequence feature to number (0 for features not named). A single nonzero number
         is allowed only if there is one sequence feature.
       truncate: whether to truncate examples longer than T instead of raising; or the
-        names of the sequences to truncate.
+        names of the sequences to truncate. The first T tokens are kept.
+      truncate_left: like `truncate`, but the last T tokens are kept.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
 
     Returns:
@@ -98,7 +100,8 @@ def collate_rows(
         is one nonzero number for several features, names an unknown feature, or does
         not fit a dtype; if there are more than B rows, or more than `max_segments`
         examples in a row; if all rows are empty and `like` is missing; or if `truncate`
-        is set for packed rows, or names an unknown sequence.
+        or `truncate_left` is set for packed rows, names an unknown sequence, or both
+        name the same one.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -108,17 +111,23 @@ def collate_rows(
     if max_segments is not None:
         check_positive("max_segments", max_segments)
     segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
-    if max_segments is not None and truncate:
+    if max_segments is not None and (truncate or truncate_left):
+        argument = "truncate" if truncate else "truncate_left"
         raise ValueError(
-            f"`truncate=True` is not supported for packed rows "
-            f"(`max_segments={max_segments}`). Remove `truncate`, and move examples "
+            f"`{argument}=True` is not supported for packed rows "
+            f"(`max_segments={max_segments}`). Remove `{argument}`, and move examples "
             "that do not fit to a different row."
         )
     template = _template(segments, like)
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
     groups = sequence_groups(template, sequences, several)
     seq_lens = several or dict.fromkeys(groups, bucket.tokens_per_row)
-    truncated = _truncated(truncate, groups)
+    right = _chosen("truncate", truncate, groups)
+    left = _chosen("truncate_left", truncate_left, groups)
+    if both := right & left:
+        raise ValueError(
+            f"`truncate` and `truncate_left` both apply to {sorted(both)}. Choose one."
+        )
     widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
     # The leading axes of all features that are not sequences.
     leading = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
@@ -131,14 +140,16 @@ def collate_rows(
             for key, names in groups.items():
                 start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
                 end = start + common_length(arrays, names, row)
-                if end > seq_len and key not in truncated:
+                if end > seq_len and key not in right | left:
                     suffix = f" of {key!r}" if several else ""
                     packed = max_segments is not None
                     raise too_long_error(row, end, seq_len, suffix, packed)
-                end = min(end, seq_len)
+                kept = min(end, seq_len) - start
+                begin = end - start - kept if key in left else 0
                 for name in names:
-                    features[name][row, start:end] = arrays[name][: end - start]
-                lengths[key][row, segment] = end - start
+                    tokens = arrays[name][begin : begin + kept]
+                    features[name][row, start : start + kept] = tokens
+                lengths[key][row, segment] = kept
             for name in arrays.keys() - widths.keys():
                 features[name][(row, segment)[: len(leading)]] = arrays[name]
     if max_segments is None and not several:
@@ -152,14 +163,16 @@ def collate_rows(
     )
 
 
-def _truncated(truncate: bool | Collection[str], names: Collection[str]) -> set[str]:
+def _chosen(
+    argument: str, chosen: bool | Collection[str], names: Collection[str]
+) -> set[str]:
     """Returns the names of the sequences to truncate."""
-    if isinstance(truncate, bool):
-        return set(names) if truncate else set()
-    chosen = {truncate} if isinstance(truncate, str) else set(truncate)
+    if isinstance(chosen, bool):
+        return set(names) if chosen else set()
+    chosen = {chosen} if isinstance(chosen, str) else set(chosen)
     if unknown := chosen - set(names):
         raise ValueError(
-            f"`truncate` names {sorted(unknown)}, but the sequences are "
+            f"`{argument}` names {sorted(unknown)}, but the sequences are "
             f"{sorted(names)}. Name some of these, or pass True."
         )
     return chosen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxbucket.base.policies import Overlong
+from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.plan.chunks import last_chunks
 
 # Up to this length, a table of counts is cheaper than sorting the lengths.
@@ -26,8 +26,9 @@ def cumulative(
       lengths: `[N]` positive integers.
       last: the length of the last bucket, a multiple of `multiple`.
       multiple: the number of which every boundary is a multiple.
-      overlong: the policy for examples longer than `last`: "truncate" counts them with
-        the length `last`, "split" counts their chunks, and "drop" leaves them out.
+      overlong: the policy for examples longer than `last`: "truncate" and
+        "truncate_left" count them with the length `last`, "split" counts their chunks,
+        and "drop" leaves them out.
 
     Returns:
       `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
@@ -53,7 +54,7 @@ def cumulative(
     num_values = np.searchsorted(values, ends, side="right")
     examples = np.append(0, np.cumsum(counts))[num_values]
     tokens = np.append(0, np.cumsum(counts * values))[num_values]
-    if overlong == "truncate":
+    if overlong in TRUNCATING:
         full = over
     examples[-1] += full
     tokens[-1] += full * last

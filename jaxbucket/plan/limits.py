@@ -54,7 +54,8 @@ class Limits:
       max_batch_size: the largest number of rows in a batch, even if more would fit in
         the budget; None for no limit.
       overlong: what happens to examples longer than the last bucket: "error", "drop",
-        "truncate" or "split" (into chunks, by `split_source`).
+        "truncate", "truncate_left" (the last tokens are kept) or "split" (into chunks,
+        by `split_source`).
       cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
       accumulate: the number of micro-batches per step, all of the same bucket.
 

@@ -114,7 +114,8 @@ def plan_buckets(
         function of (`Candidates`, `num_buckets`). To fix B as well, use
         `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
-        "truncate", or "split" to plan for the chunks that `split_source` returns.
+        "truncate", "truncate_left" to keep their last tokens, or "split" to plan for
+        the chunks that `split_source` returns.
       cost_fn: `(batch_size, seq_len)` -> the cost of a step, by default its tokens:
         `TokenCost`, `TransformerCost`, `StepTime`, or your own function. The cost of an
         epoch is the sum over its steps.

@@ -18,7 +18,7 @@ from jaxbucket.base.checks import (
     check_positive,
     overlong_message,
 )
-from jaxbucket.base.policies import OVERLONG, Overlong
+from jaxbucket.base.policies import OVERLONG, TRUNCATING, Overlong
 from jaxbucket.base.sizes import (
     PerSequence,
     Sizes,
@@ -57,8 +57,8 @@ class SequenceLimits:
         length, rounded up.
       min_batch_size: the smallest number of rows in a batch.
       max_batch_size: the largest number of rows in a batch; None for no limit.
-      overlong: what happens to examples with a longer sequence: "error", "drop" or
-        "truncate"; or a mapping from sequence name to one of these.
+      overlong: what happens to examples with a longer sequence: "error", "drop",
+        "truncate" or "truncate_left"; or a mapping from sequence name to one of these.
       cost_fn: `(batch_size, seq_lens)` -> the cost of a step; None counts tokens.
       accumulate: the number of micro-batches per step, all of the same bucket.
 
@@ -157,7 +157,8 @@ class SequenceLimits:
 
         Truncation requires it, because it limits each sequence by itself.
         """
-        return "truncate" in (self._each(self.overlong) or {}).values()
+        policies = self._each(self.overlong) or {}
+        return any(policy in TRUNCATING for policy in policies.values())
 
     def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the longest T of each sequence, `[Q]` int64.

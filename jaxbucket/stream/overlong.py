@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import MAX_LENGTH
-from jaxbucket.base.policies import Overlong
+from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.data.example import (
     Example,
     Sequences,
@@ -103,7 +103,12 @@ class LengthLimits:
             return []
         counts.truncated += 1
         counts.truncated_tokens += sum(lengths) - sum(kept)
-        return [_chunk(arrays, groups, (0,) * len(kept), kept)]
+        starts = tuple(
+            length - size if policy == "truncate_left" else 0
+            for length, size, policy in zip(lengths, kept, self.policies, strict=True)
+        )
+        stops = tuple(map(operator.add, starts, kept))
+        return [_chunk(arrays, groups, starts, stops)]
 
     def _hold(self, lengths: ExampleLengths) -> bool:
         return any(all(map(operator.le, lengths, shape)) for shape in self.shapes)
@@ -121,7 +126,7 @@ class LengthLimits:
             if self.policies[q] == "error":
                 name = self.names[q] if self.names else None
                 raise ValueError(_overlong_message(lengths[q], longest, name))
-            if self.policies[q] == "truncate":
+            if self.policies[q] in TRUNCATING:
                 kept[q] = longest
         return tuple(kept)
 
@@ -131,12 +136,12 @@ def _overlong_message(length: int, longest: int, sequence: str | None) -> str:
         return (
             f"length {length} is beyond the last bucket, `seq_len={longest}`. Plan "
             "with a larger `max_seq_len`, or choose `overlong='drop'`, "
-            "`overlong='truncate'` or `overlong='split'`."
+            "`overlong='truncate'`, `overlong='truncate_left'` or `overlong='split'`."
         )
     return (
         f"length {length} of {sequence!r} is beyond all buckets, "
         f"`seq_len[{sequence!r}]={longest}`. Plan with a larger `max_seq_len`, or "
-        "choose `overlong='drop'` or `overlong='truncate'`."
+        "choose `overlong='drop'`, `overlong='truncate'` or `overlong='truncate_left'`."
     )
 
 

@@ -162,6 +162,7 @@ def test_the_fingerprint_changes_with_every_field():
         {"seq_len_multiple": 2},
         {"overlong": "drop"},
         {"overlong": "truncate"},
+        {"overlong": "truncate_left"},
         {"overlong": "split"},
         {"buckets": (Bucket(7, 128), Bucket(2, 512))},
         {"buckets": (Bucket(8, 127), Bucket(2, 512))},

@@ -155,7 +155,7 @@ def test_plans_of_several_columns_are_drawn(files, columns):
         (["--block-sparse"], "`--block-sparse` requires `--pack`. Remove it, or add "),
         (["--max-tokens", "10,20"], "`--max-tokens 10,20` is a list of budgets, one "),
         (["--max-tokens", 20], "'target': 122}`. Raise `max_tokens` to 318, or"),
-        (["--overlong", "split"], "`overlong='split'`: choose 'error', 'drop' or 'tr"),
+        (["--overlong", "split"], "`overlong='split'`: choose 'error', 'drop', 'tru"),
         (["--max-seq-len", "source=9"], "`max_seq_len` is a mapping with the sequenc"),
         (["--max-seq-len", "a=9,b=9"], "`max_seq_len` has the sequences ['a', 'b'], "),
         (["--max-seq-len", 20], "is beyond all buckets, `seq_len['source']=20`"),

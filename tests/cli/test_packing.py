@@ -125,7 +125,7 @@ def test_rows_that_cost_more_packed_stay_padded():
     assert forced["packed"] and forced["reason"].startswith("Rows are packed: ")
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "truncate_left", "split"])
 def test_too_long_examples_are_counted_and_the_rest_is_packed(overlong):
     options = ("--max-seq-len", 96, "--overlong", overlong)
     command = ("plan", "lengths.npy", *LIMITS, *options)

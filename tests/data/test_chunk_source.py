@@ -621,7 +621,7 @@ def test_raw_lengths_are_refused_with_the_line_to_paste():
 
 
 def test_the_error_for_long_examples_suggests_splitting():
-    with pytest.raises(ValueError, match="'truncate'` or `overlong='split'`"):
+    with pytest.raises(ValueError, match="'truncate_left'` or `overlong='split'`"):
         plan_buckets([9], max_tokens=16, max_seq_len=8)
 
 
@@ -665,7 +665,7 @@ def test_chunks_that_do_not_fit_into_memory_are_counted():
         chunk_lengths(lengths, 1)
 
 
-@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "truncate_left"])
 def test_other_policies_do_not_split(overlong):
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong=overlong)
     epoch = report(plan, [8, 10, 20])

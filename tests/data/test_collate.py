@@ -106,9 +106,15 @@ def test_a_single_name_may_be_a_string():
 
 def test_long_examples_are_truncated_on_request():
     rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
-    batch = collate_rows(rows, Bucket(2, 3), truncate=True)
-    assert batch.features["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
-    assert batch.num_tokens == 5
+    for options, kept in (
+        ({"truncate": True}, [0, 1, 2]),
+        ({"truncate_left": True}, [2, 3, 4]),
+        ({"truncate_left": "x"}, [2, 3, 4]),
+    ):
+        batch = collate_rows(rows, Bucket(2, 3), **options)
+        assert batch.features["x"].tolist() == [kept, [0, 1, 0]]
+        assert batch.positions["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
+        assert batch.num_tokens == 5
 
 
 def test_features_of_an_empty_batch_come_from_like():

@@ -184,7 +184,7 @@ def test_few_long_examples_are_planned_well():
         ({"max_tokens": lambda sizes: 1 / 0}, "raised ZeroDivisionError"),
         ({"cost_fn": lambda size, seq_lens: -1}, "must be a positive, finite number"),
         ({"cost_fn": 3}, "is not a function of"),
-        ({"overlong": "split"}, "`overlong='split'`: choose 'error', 'drop' or"),
+        ({"overlong": "split"}, "`overlong='split'`: choose 'error', 'drop', "),
         ({"overlong": {"source": "drop", "target": "cut"}}, r"overlong\['target'\]"),
         ({"max_seq_len": 30}, "is beyond all buckets"),
         (

@@ -25,7 +25,9 @@ from jaxbucket.plan.reports.epoch import Report
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 
 
-@pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
+@pytest.mark.parametrize(
+    "overlong", ["error", "drop", "truncate", "truncate_left", "split"]
+)
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_histogram_counts_every_example_and_token(seed, far, overlong, monkeypatch):
@@ -39,7 +41,7 @@ def test_a_histogram_counts_every_example_and_token(seed, far, overlong, monkeyp
     for length in lengths.tolist():
         if overlong == "split":
             rows += [min(last, length - at) for at in range(0, length, last)]
-        elif length <= last or overlong == "truncate":
+        elif length <= last or overlong.startswith("truncate"):
             rows.append(min(length, last))
     ends, examples, tokens = cumulative(lengths, last, multiple, overlong)
     assert np.all(ends % multiple == 0) and np.all(np.diff(ends) > 0)

@@ -159,12 +159,13 @@ def test_hosts_load_parts_of_the_same_batches(hosts, seed):
             np.testing.assert_array_equal(together, batch.features[name])
 
 
+@pytest.mark.parametrize("policy", ["truncate", "truncate_left"])
 @pytest.mark.parametrize("seed", range(30))
-def test_too_long_sequences_follow_the_policy_of_their_side(seed):
+def test_too_long_sequences_follow_the_policy_of_their_side(seed, policy):
     lengths, plan = random_problem(300 + seed)
     longest = {name: max(1, t // 2) for name, t in plan.buckets[-1].seq_len.items()}
     names = list(lengths)
-    policies = dict.fromkeys(names, "truncate") | {names[0]: "drop"}
+    policies = dict.fromkeys(names, policy) | {names[0]: "drop"}
     plan = jb.BucketPlan.from_shapes([(4, longest)], overlong=policies)
     is_kept = lengths[names[0]] <= longest[names[0]]
     np.testing.assert_array_equal(plan.assign(lengths) >= 0, is_kept)
@@ -190,7 +191,9 @@ def test_too_long_sequences_follow_the_policy_of_their_side(seed):
     ]
     for row, example in zip(rows, np.flatnonzero(is_kept), strict=True):
         for name in names:
-            expected = np.arange(min(lengths[name][example], longest[name]))
+            size = min(lengths[name][example], longest[name])
+            expected = np.arange(lengths[name][example])
+            expected = expected[:size] if policy == "truncate" else expected[-size:]
             np.testing.assert_array_equal(row[name], expected)
 
 
@@ -250,8 +253,9 @@ def test_an_example_that_no_bucket_holds_is_refused():
         ),
         (
             [(1, {"a": 9, "b": 2}), (1, {"a": 2, "b": 9})],
-            {"overlong": "truncate"},
-            "requires a last bucket that holds the longest sequences, a 9, b 9",
+            {"overlong": {"a": "drop", "b": "truncate_left"}},
+            "`overlong='truncate_left'` requires a last bucket that holds the longest "
+            "sequences, a 9, b 9",
         ),
     ],
 )
@@ -361,3 +365,7 @@ def test_only_sequences_can_be_truncated():
         jb.data.collate_rows([row], bucket, truncate=["a", "x"])
     with pytest.raises(ValueError, match="of 'a', beyond `seq_len=1`"):
         jb.data.collate_rows([row], bucket, truncate="ab")
+    with pytest.raises(ValueError, match=r"`truncate_left` names \['x'\], but the seq"):
+        jb.data.collate_rows([row], bucket, truncate_left=["a", "x"])
+    with pytest.raises(ValueError, match=r"`truncate_left` both apply to \['a'\]. Ch"):
+        jb.data.collate_rows([row], bucket, truncate=True, truncate_left="a")

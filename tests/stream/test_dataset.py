@@ -297,7 +297,7 @@ def test_pending_examples_do_not_keep_larger_arrays_in_memory():
 
 
 @pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "truncate_left", "split"])
 def test_overlong_examples_are_counted(overlong, pack):
     lengths = np.random.default_rng(2).integers(1, 60, 300)
     plan = jb.plan_buckets(
@@ -321,9 +321,10 @@ def test_overlong_examples_are_counted(overlong, pack):
     for index, length in enumerate(lengths):
         want = ((index * 31 + np.arange(length)) % 1000).tolist()
         if length > 20:
-            want = {"drop": [], "truncate": want[:20], "split": want}[overlong]
+            cut = {"truncate": want[:20], "truncate_left": want[-20:]}
+            want = {"drop": [], "split": want, **cut}[overlong]
         assert sorted(parts.get(index, [])) == sorted(want)
-    if overlong == "truncate":
+    if overlong in cut:
         assert counts.truncated_tokens == (overlong_lengths - 20).sum()
     if overlong == "split":
         assert counts.arrived == len(jb.plan.chunk_lengths(lengths, 20))

@@ -39,10 +39,10 @@ def write(folder, batches, fn=predict_fn, steps=None, **options):
     return jb.train.write_predictions(folder, step, state, batches, **options)
 
 
-def assert_right(outputs, source, last=None):
+def assert_right(outputs, source, kept=slice(None)):
     assert len(outputs) == len(source)
     for got, example in zip(outputs, source, strict=True):
-        running = np.cumsum(example["x"][:last] * 3)
+        running = np.cumsum(example["x"][kept] * 3)
         assert sorted(got) == ["running", "total"]
         np.testing.assert_array_equal(got["running"], running)
         assert got["total"] == running[-1]
@@ -89,8 +89,10 @@ def test_dropped_examples_have_no_outputs(tmp_path):
     source, batches = make_batches(max_seq_len=12, overlong="drop")
     outputs = write(tmp_path, batches)
     assert [x is None for x in outputs] == [len(x["x"]) > 12 for x in source]
-    source, batches = make_batches(max_seq_len=12, overlong="truncate")
-    assert_right(write(tmp_path / "truncated", batches), source, last=12)
+    first, last = slice(12), slice(-12, None)
+    for overlong, kept in (("truncate", first), ("truncate_left", last)):
+        source, batches = make_batches(max_seq_len=12, overlong=overlong)
+        assert_right(write(tmp_path / overlong, batches), source, kept)
 
 
 def test_predictions_of_other_batches_are_refused(tmp_path):

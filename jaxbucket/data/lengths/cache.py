@@ -106,6 +106,11 @@ class ArrayFile(NamedTuple):
         return values
 
 
+def unmeasured(size: int, dtype: np.dtype) -> np.ndarray:
+    """Returns an array without a measured value, `[size]`: zeros, or NaN if floats."""
+    return np.full(size, np.nan if dtype.kind == "f" else 0, dtype)
+
+
 def is_measured(values: np.ndarray) -> np.ndarray:
     """Returns which entries hold a measured length or difficulty, `[n]` bool."""
     return np.isfinite(values) if values.dtype.kind == "f" else values > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
@@ -33,19 +33,20 @@ _Measure = Callable[[int, int], np.ndarray]
 
 
 def fill(
-    values: np.ndarray,
+    values: Sequence[np.ndarray],
     first: int,
     measure: _Measure,
     num_workers: int,
     progress: bool,
     title: str,
 ) -> None:
-    """Measures the missing entries of `values` in place.
+    """Measures the missing entries of several arrays in place.
 
     Args:
-      values: `[n]` measured values; 0 (lengths) or NaN (difficulties) if missing.
-      first: index of the example that `values[0]` belongs to.
-      measure: function from `(start, stop)` to the values of these examples.
+      values: Q arrays `[n]` of measured values; 0 (lengths) or NaN (difficulties) if
+        missing.
+      first: index of the example that the first entries belong to.
+      measure: function from `(start, stop)` to the values of these examples, `[Q, n]`.
       num_workers: number of worker processes; 0 measures in this process.
       progress: whether to show a progress bar on a terminal.
       title: title of the progress bar.
@@ -54,19 +55,25 @@ def fill(
       RuntimeError: if a worker process dies, or the main script has no
         `if __name__ == "__main__":` guard.
     """
-    chunks = [slice(s, s + _CHUNK) for s in range(0, len(values), _CHUNK)]
-    missing = [chunk for chunk in chunks if not is_measured(values[chunk]).all()]
-    spans = [(first + x.start, first + min(x.stop, len(values))) for x in missing]
+    size = len(values[0])
+    chunks = [slice(s, s + _CHUNK) for s in range(0, size, _CHUNK)]
+    missing = [
+        chunk
+        for chunk in chunks
+        if not all(is_measured(array[chunk]).all() for array in values)
+    ]
+    spans = [(first + x.start, first + min(x.stop, size)) for x in missing]
     with progress_bar(progress) as bar:
-        task = bar.add_task(title, total=len(values))
-        bar.advance(task, len(values) - sum(stop - start for start, stop in spans))
+        task = bar.add_task(title, total=size)
+        bar.advance(task, size - sum(stop - start for start, stop in spans))
         results = (
             _in_workers(measure, spans, num_workers)
             if num_workers
             else ((span, measure(*span)) for span in spans)
         )
         for (start, stop), measured in results:
-            values[start - first : stop - first] = measured
+            for array, new in zip(values, measured, strict=True):
+                array[start - first : stop - first] = new
             bar.advance(task, stop - start)
 
 
