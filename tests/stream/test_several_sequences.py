@@ -15,6 +15,7 @@ import pytest
 import scipy.optimize
 
 import jaxbucket as jb
+from jaxbucket.base.policies import TRUNCATING
 from jaxbucket.stream import drift as drift_module
 from jaxbucket.stream.bucket_sequence import MIN_SHARE_OF_LONGEST, bucket_shares
 from jaxbucket.stream.drain import cheapest_batches
@@ -72,10 +73,21 @@ def kept_lengths(lengths, plan):
         longest = max(bucket.seq_len[name] for bucket in plan.buckets)
         if n > longest and policy == "error":
             return "error"
-        kept.append(min(n, longest) if policy == "truncate" else n)
+        kept.append(min(n, longest) if policy in TRUNCATING else n)
     if holding(kept, plan):
         return kept
     return None if "drop" in policies else "error"
+
+
+def kept_part(index: int, lengths, plan) -> dict[str, np.ndarray]:
+    """Returns the part of an example that is in a batch."""
+    example = make_example(index, lengths)
+    kept = kept_lengths(lengths, plan)
+    for name, n, size in zip(plan.sequences, lengths, kept, strict=True):
+        start = n - size if plan.policy(name) == "truncate_left" else 0
+        for feature in (name, *SEQUENCES[name]):
+            example[feature] = example[feature][start : start + size]
+    return example
 
 
 def holding(lengths, plan) -> list[int]:
@@ -105,10 +117,11 @@ def make_case(seed: int, size: int = 60, multiple: int = 1, overlong=None):
     names = NAMES[: 2 + seed % 2]
     if overlong is None:
         choices = ["error", "drop", "truncate"]
-        choices += [dict(zip(names, ["drop", "truncate", "error"], strict=False))]
+        choices += [dict(zip(names, ["drop", "truncate_left", "error"], strict=False))]
         overlong = choices[seed % 4]
     shapes = {tuple(rng.integers(2, 10, len(names)).tolist()) for _ in range(5)}
-    if "truncate" in (overlong.values() if isinstance(overlong, dict) else [overlong]):
+    policies = overlong.values() if isinstance(overlong, dict) else [overlong]
+    if any(policy in TRUNCATING for policy in policies):
         shapes.add(tuple(map(max, zip(*shapes, strict=True))))
     plan = jb.BucketPlan.from_shapes(
         [
@@ -137,7 +150,7 @@ def indices_in(batch: jb.Batch, lengths, plan) -> list[int]:
     examples = jb.data.unbatch(batch, sequences=sequences_of(plan))
     for example in examples:
         index = int(example["index"])
-        want = make_example(index, kept_lengths(lengths[index].tolist(), plan))
+        want = kept_part(index, lengths[index].tolist(), plan)
         assert example.keys() == want.keys()
         for name, value in want.items():
             np.testing.assert_array_equal(example[name], value)
@@ -671,8 +684,8 @@ def dropping(policies) -> jb.BucketPlan:
             PLAN,
             [3, 9],
             "length 9 of 'target' is beyond all buckets, `seq_len['target']=8`. Plan "
-            "with a larger `max_seq_len`, or choose `overlong='drop'` or "
-            "`overlong='truncate'`.",
+            "with a larger `max_seq_len`, or choose `overlong='drop'`, "
+            "`overlong='truncate'` or `overlong='truncate_left'`.",
         ),
         (
             dropping({"source": "drop", "target": "error"}),
