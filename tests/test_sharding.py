@@ -354,6 +354,7 @@ print("parts", parts)
 """
 
 
+@pytest.mark.exhaustive
 def test_two_processes_place_their_rows_correctly():
     # The processes are real, because a single process always has all parts.
     with socket.socket() as probe:

@@ -1232,6 +1232,7 @@ jb.compile_steps(
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("opening", ["()", *exhaustive_params("plan.buckets[0]")])
 def test_processes_agree_on_what_they_compile(launch, tmp_path, opening):
     code = TOGETHER.format(folder=str(tmp_path), opening=opening)

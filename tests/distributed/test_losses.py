@@ -181,6 +181,7 @@ UNWRITABLE = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("victim", "obstacle"),
     [

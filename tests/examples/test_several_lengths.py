@@ -29,14 +29,8 @@ def run(module, name: str, capsys: pytest.CaptureFixture[str], *options: str):
     return list(map(float, losses)), compiles["train_step"], len(shapes)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "seq2seq",
-        pytest.param("speech_ctc", marks=pytest.mark.exhaustive),
-        pytest.param("pairs", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SMALL)
 def test_learns_with_one_compilation_per_shape(example, capsys, name):
     losses, num_compiles, num_shapes = run(example(name), name, capsys)
     assert len(losses) == 10

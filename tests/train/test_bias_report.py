@@ -102,9 +102,10 @@ def test_batches_count_by_their_weight():
         assert (x.bias, x.noise) == pytest.approx((y.bias, y.noise), rel=0.05)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "weights",
-    [pytest.param((100, 100, 100), marks=pytest.mark.exhaustive), (400, 100, 25)],
+    [(100, 100, 100), (400, 100, 25)],
     ids=str,
 )
 def test_ways_are_those_of_sampled_updates(weights):

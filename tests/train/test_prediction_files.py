@@ -301,6 +301,7 @@ with jb.Processes() as processes:
 """
 
 
+@pytest.mark.exhaustive
 def test_processes_write_each_example_once_and_resume(launch, tmp_path):
     folder = str(tmp_path / "out")
     launched = launch(IN_PROCESSES.format(folder=folder, stop=True), devices=2)
