@@ -54,6 +54,8 @@ def test_arguments_are_checked():
         jb.schedule.BatchSampler(make_schedule(), RowShard((0,), 3))
 
 
+# Workers are forked, and other tests of the same process may have imported jax.
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_torch_loads_the_batches(num_workers):
     data = pytest.importorskip("torch.utils.data")
