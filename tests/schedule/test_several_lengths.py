@@ -30,6 +30,14 @@ def random_problem(seed):
     return lengths, plan
 
 
+def seeds(count: int) -> list:
+    """Returns seeds of random problems, of which two thirds are exhaustive tests."""
+    return [
+        pytest.param(seed, marks=pytest.mark.exhaustive if seed >= count // 3 else ())
+        for seed in range(count)
+    ]
+
+
 def make_schedule(lengths, plan, seed, **options):
     order = options.pop("order", ORDERS[seed % len(ORDERS)])
     if order == "curriculum":
@@ -45,7 +53,7 @@ def examples_of(schedule, epoch=0):
     return [(batch.bucket, batch.rows[batch.rows >= 0]) for batch in batches]
 
 
-@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("seed", seeds(120))
 def test_every_example_is_in_one_row_of_a_bucket_that_holds_it(seed):
     lengths, plan = random_problem(seed)
     remainder = REMAINDERS[seed // 7 % 3]
@@ -64,7 +72,7 @@ def test_every_example_is_in_one_row_of_a_bucket_that_holds_it(seed):
         assert len(drawn) == len(schedule.lengths)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_an_example_is_assigned_the_cheapest_row_that_holds_it(seed):
     lengths, plan = random_problem(seed)
     costs = plan.costs / plan.batch_sizes
@@ -77,7 +85,7 @@ def test_an_example_is_assigned_the_cheapest_row_that_holds_it(seed):
         assert costs[index] == costs[holds].min()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_remainders_that_are_dropped_are_counted(seed):
     lengths, plan = random_problem(seed)
     try:
@@ -91,7 +99,7 @@ def test_remainders_that_are_dropped_are_counted(seed):
     assert report.left_over_examples == len(schedule.lengths) - len(drawn)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_the_report_counts_the_batches_of_an_epoch(seed):
     lengths, plan = random_problem(seed)
     schedule = make_schedule(lengths, plan, seed, accumulate=1 + seed % 2)
@@ -160,7 +168,7 @@ def test_hosts_load_parts_of_the_same_batches(hosts, seed):
 
 
 @pytest.mark.parametrize("policy", ["truncate", "truncate_left"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_too_long_sequences_follow_the_policy_of_their_side(seed, policy):
     lengths, plan = random_problem(300 + seed)
     longest = {name: max(1, t // 2) for name, t in plan.buckets[-1].seq_len.items()}
@@ -279,7 +287,7 @@ def test_a_plan_of_several_sequences_has_no_boundaries():
 # Balance
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_balanced_rows_are_those_of_the_same_batch(seed):
     lengths, plan = random_problem(seed)
     plain, balanced = (
