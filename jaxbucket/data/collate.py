@@ -167,8 +167,13 @@ def _chosen(
     argument: str, chosen: bool | Collection[str], names: Collection[str]
 ) -> set[str]:
     """Returns the names of the sequences to truncate."""
-    if isinstance(chosen, bool):
+    if isinstance(chosen, bool | np.bool_):
         return set(names) if chosen else set()
+    if not isinstance(chosen, Collection):
+        raise ValueError(
+            f"`{argument}={chosen!r}` must be True, False, or the names of sequences "
+            f"among {sorted(names)}."
+        )
     chosen = {chosen} if isinstance(chosen, str) else set(chosen)
     if unknown := chosen - set(names):
         raise ValueError(

@@ -206,6 +206,12 @@ def features_by_sequence(
             f"`sequences={sequences}` must be a mapping with the features of each of "
             f"{sorted(names)}."
         )
+    for name in names:
+        if not isinstance(sequences[name], Sequence):
+            raise ValueError(
+                f"`sequences[{name!r}]={sequences[name]!r}` must be a list with the "
+                "features that are as long as this sequence, or an empty one."
+            )
     groups = {
         name: [name, *(x for x in listed_names(sequences[name]) if x != name)]
         for name in names
@@ -329,6 +335,7 @@ def common_length(
     length = lengths[names[0]]
     if length == 0:
         raise ValueError(
-            f"{where} has length 0. Remove empty examples from the source."
+            f"{where} has length 0 in {names[0]!r}. Remove empty examples from the "
+            "source."
         )
     return length

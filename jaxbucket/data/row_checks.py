@@ -99,7 +99,7 @@ def too_long_error(
       packed: whether rows hold several examples.
     """
     remedy = "Use a longer bucket, or pass `truncate=True`."
-    if packed or suffix:
+    if packed:
         remedy = "Put fewer examples into the row, or use longer rows."
     return ValueError(
         f"Row {row} has length {length}{suffix}, beyond `seq_len={seq_len}`. {remedy}"

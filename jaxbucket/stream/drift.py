@@ -53,7 +53,9 @@ class Drift:
       new_padding: the share of padding of `lengths` under `plan`.
       empty_rows: the share of rows without an example, since the last comparison.
       plan: the best plan for `lengths` within the limits of the current plan, except
-        that packed rows may have two T. It has no effect until it is passed:
+        that packed rows may have two T. If the budget was a function of T, the plan
+        only has its largest value, which limits all buckets of the new plan: plan for
+        `lengths` with the function instead. It has no effect until it is passed:
         `stream_batches(..., plan={0: old, step: drift.plan})`.
     """
 

@@ -24,8 +24,8 @@ class StreamEnd:
     stop after the same step.
 
     With several sequences, several buckets may be longest, because none holds all
-    examples of another. Then the end is reached once each of them has had a step, with
-    no real token in these steps and between them.
+    examples of another. Then the end is reached once steps without a real token have
+    held all that each of them holds, and no other step was between these.
 
     Example:
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
@@ -35,7 +35,8 @@ class StreamEnd:
       [False, False, True]
 
     Args:
-      plan: the plan of the stream; the last one if it has several.
+      plan: the plan of the stream; the first one if it has several, because it decides
+        which examples are in the stream.
       delay: the number of steps by which reading the number of tokens is delayed,
         because reading it waits until the step has been computed.
 
@@ -46,7 +47,7 @@ class StreamEnd:
     def __init__(self, plan: BucketPlan, delay: int = 1):
         longest = np.flatnonzero(is_maximal(plan.seq_lens))
         self._longest = {plan.buckets[k].seq_len for k in longest}
-        # Those of them that have had a step since the last real token.
+        # Those of them whose examples would have had a step since the last real token.
         self._empty: set[int | Sizes] = set()
         self._delay = check_integer("delay", delay)
         if self._delay < 0:
@@ -65,7 +66,11 @@ class StreamEnd:
             `metrics["num_tokens"]` of a train step.
         """
         buckets = [bucket] if isinstance(bucket, Bucket) else bucket
-        seq_lens = {x.seq_len for x in buckets} & self._longest
+        seq_lens = {
+            longest
+            for longest in self._longest
+            if any(Bucket(1, x.seq_len).holds(Bucket(1, longest)) for x in buckets)
+        }
         self._steps.append((seq_lens, num_tokens))
         if len(self._steps) <= self._delay:
             return False

@@ -142,7 +142,11 @@ X = {"x": np.arange(3)}
         ([None], {}, "All rows are empty. Pass `like=`"),
         ([], {}, "All rows are empty. Pass `like=`"),
         ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Use"),
-        ([X, {"x": np.arange(0)}], {}, "Row 1 has length 0. Remove empty examples"),
+        (
+            [X, {"x": np.arange(0)}],
+            {},
+            "Row 1 has length 0 in 'x'. Remove empty",
+        ),
         (
             [X, {"y": np.arange(3)}],
             {},
@@ -168,6 +172,8 @@ X = {"x": np.arange(3)}
         ),
         ([X], {"sequences": ["z"]}, "`sequences=['z']`: ['z'] are not arrays with a"),
         ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "['n'] are not arrays with a"),
+        ([X], {"truncate": 1}, "`truncate=1` must be True, False, or the names of seq"),
+        ([X], {"truncate_left": None}, "`truncate_left=None` must be True, False, or"),
         ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], but others have ['y']"),
     ],
 )

@@ -520,6 +520,15 @@ def test_stream_end_waits_for_each_of_the_longest_buckets():
     assert [end.reached(*step) for step in steps] == [False] * 7 + [True]
 
 
+def test_stream_end_of_the_first_plan_ends_under_later_plans():
+    first = jb.BucketPlan.from_shapes([(2, {"a": 8, "b": 4}), (2, {"a": 4, "b": 8})])
+    later = jb.BucketPlan.from_shapes([(2, {"a": 4, "b": 4}), (2, {"a": 8, "b": 8})])
+    end = jb.stream.StreamEnd(first, delay=0)
+    short, longest = later.buckets
+    steps = [(first.buckets[0], 0), (short, 0), (longest, 1), (short, 0), (longest, 0)]
+    assert [end.reached(*step) for step in steps] == [False] * 4 + [True]
+
+
 def test_each_of_the_longest_buckets_has_a_minimum_share():
     sizes = [{"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 4, "b": 9}]
     plan = jb.BucketPlan.from_shapes([(2, size) for size in sizes])
@@ -698,7 +707,7 @@ def dropping(policies) -> jb.BucketPlan:
             "no bucket holds the lengths {'source': 8, 'target': 8} together. Plan "
             "with a bucket that does, or choose `overlong='drop'`.",
         ),
-        (PLAN, [8, 0], "The example has length 0. Remove empty examples"),
+        (PLAN, [8, 0], "The example has length 0 in 'target'. Remove empty examples"),
     ],
 )
 def test_an_example_that_no_bucket_holds_is_rejected_with_its_index(

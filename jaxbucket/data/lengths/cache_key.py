@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxbucket.base.digest import digest
+from jaxbucket.data.example import listed_names
 from jaxbucket.data.source import Source, contents
 
 # The user's name of a function; for several functions, of each.
@@ -47,7 +48,7 @@ def file_keys(
     sample = contents(source).encode()
     keys = {}
     for name, names in features.items():
-        how = f"{len(source)} {labels.get(name, '')} {names and list(names)}"
+        how = f"{len(source)} {labels.get(name, '')} {names and listed_names(names)}"
         keys[name] = digest(how.encode(), sample)
     return keys
 
@@ -76,6 +77,11 @@ def _labels_of_each(
 
 def _label(key: Any, name: str, argument: str | None) -> str:
     """Returns the text that stands for a function, or for a version of the data."""
+    if isinstance(key, Mapping):
+        raise ValueError(
+            f"`{name}={dict(key)}` is a mapping, which requires a mapping of functions "
+            "as well. Pass a string."
+        )
     if not isinstance(key, str) or not key:
         raise ValueError(
             f'`{name}={key!r}` must be a non-empty string, such as "words-1".'

@@ -200,7 +200,7 @@ def _write_together(
     group: ProcessGroup,
 ) -> None:
     """Measures the files that do not exist, each process its share of the examples."""
-    names = [file.path.name for file in files.values()]
+    names = [f"{name} {file.path.name}" for name, file in files.items()]
     replies = group.gather("comparing sources", " ".join(names))
     if len(set(replies)) > 1:
         raise ValueError(

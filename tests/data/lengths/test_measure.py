@@ -72,7 +72,7 @@ def test_lengths_may_be_measured_by_a_function():
     ("source", "message"),
     [
         ([], "`source` is empty. Pass a source with at least"),
-        ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0. Remove em"),
+        ([{"x": [1]}, {"x": []}], "`source[1]`: The example has length 0 in 'x'"),
         ([{"x": 1}], "`source[0]`: The example has no sequence feature among ['x']"),
         ([{"x": [1]}, [1]], "`source[1]`: The example is a list, not a dict of arr"),
         ([{"x": [1], "y": [1, 2]}], "`source[0]`: The example has sequences of differ"),

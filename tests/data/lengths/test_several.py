@@ -258,6 +258,20 @@ def test_invalid_sequences_and_functions_are_refused(options, message):
         measured(Pairs(3), **options)
 
 
+def test_features_that_are_not_listed_are_named():
+    message = r"`sequences\['target'\]=None` must be a list with the features that are"
+    with pytest.raises(ValueError, match=message):
+        measured(Pairs(3), sequences={"source": [], "target": None})
+
+
+def test_a_name_is_not_a_list_of_letters_in_the_cache(tmp_path):
+    examples = [{"ab": [1] * 5, "a": [1] * 3, "b": [1] * 3}]
+    assert measured(examples, sequences="ab", cache=tmp_path) == [5]
+    assert measured(examples, sequences=["a", "b"], cache=tmp_path) == [3]
+    assert measured(examples, sequences=["ab"], cache=tmp_path) == [5]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("cache_key", "message"),
     [
@@ -286,7 +300,9 @@ def test_the_cache_requires_a_key_for_each_function(tmp_path, cache_key, message
 
 def test_one_function_has_one_key(tmp_path):
     for options in ({"length_fn": len}, {"sequences": SEQUENCES}):
-        with pytest.raises(ValueError, match="={'a': '1'}` must be a non-empty string"):
+        with pytest.raises(
+            ValueError, match="={'a': '1'}` is a mapping, which req"
+        ):
             measured(Pairs(3), cache=tmp_path, cache_key={"a": "1"}, **options)
 
 
