@@ -300,9 +300,7 @@ def test_the_cache_requires_a_key_for_each_function(tmp_path, cache_key, message
 
 def test_one_function_has_one_key(tmp_path):
     for options in ({"length_fn": len}, {"sequences": SEQUENCES}):
-        with pytest.raises(
-            ValueError, match="={'a': '1'}` is a mapping, which req"
-        ):
+        with pytest.raises(ValueError, match="={'a': '1'}` is a mapping, which req"):
             measured(Pairs(3), cache=tmp_path, cache_key={"a": "1"}, **options)
 
 
