@@ -57,7 +57,7 @@ def is_maximal(seq_lens: np.ndarray) -> np.ndarray:
     Args:
       seq_lens: `[K, Q]` integers, the T of each shape.
     """
-    return ~dominates(seq_lens).any(axis=1)
+    return np.asarray(~dominates(seq_lens).any(axis=1))
 
 
 def shape_order(seq_lens: np.ndarray) -> np.ndarray:
