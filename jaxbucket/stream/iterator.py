@@ -81,9 +81,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
         if self._monitor is not None:
             return self._monitor.histogram()
         names = self._run.phases[0].plan.sequences
-        return np.zeros((0, len(names)) if names else 0, np.int64), np.zeros(
-            0, np.int64
-        )
+        counts = np.zeros(0, np.int64)
+        lengths = np.zeros((0, len(names)), np.int64) if names else counts
+        return lengths, counts
 
     @property
     def ended(self) -> bool:

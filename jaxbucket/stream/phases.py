@@ -102,6 +102,11 @@ def checked_plans(plan: Plans) -> dict[int, BucketPlan]:
     """
     plans = plan if isinstance(plan, Mapping) else {0: plan}
     for step, plan in plans.items():
+        if isinstance(step, str):
+            raise ValueError(
+                f"`plan` has the key {step!r}, but its keys are first steps. Pass a "
+                "plan, or a dict `{0: plan, step: later_plan}`."
+            )
         check_integer("plan", step)
         if not isinstance(plan, BucketPlan):
             raise ValueError(

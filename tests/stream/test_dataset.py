@@ -1559,6 +1559,7 @@ HALF = {"shard": jb.data.RowShard((0,), 2)}
         ({"processes": 4}, "`processes=4` has no `gather` method. Pass the `Pro"),
         ({"plan": {1: PLAN}}, "`plan` has first steps [1]. Include a plan for step 0."),
         ({"plan": {}}, "`plan` has first steps []"),
+        ({"plan": {"a": PLAN}}, "`plan` has the key 'a', but its keys are first steps"),
         ({"plan": {0: PLAN, 5: "new"}}, "`plan[5]` is a str, not a `BucketPlan`"),
         (
             {"plan": {0: PLAN, 5: LONGER}},
