@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     state = jb.sharding.replicate(state, mesh)
 
-    # Compile the step for every bucket. It must return a state with the same sharding
-    # as its input.
+    # Compile the step for every bucket. `out_shardings` keeps the state replicated,
+    # because the next step is compiled for it.
     replicated = NamedSharding(mesh, PartitionSpec())
     step_fn = jax.jit(train_step, donate_argnums=0, out_shardings=replicated)
     folder = args.checkpoints or tempfile.mkdtemp()

@@ -3,6 +3,7 @@
 Dtype promotion is strict.
 """
 
+import gc
 import json
 import os
 import pathlib
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # These variables are set before jax is imported, because its backend reads them once.
+# Programs are compiled in one piece: with few cores, threads only wait for each other.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -25,6 +28,12 @@ from jaxbucket import BucketPlan, plan_buckets
 from jaxbucket.plan.costs import StepTime
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector leave out imported modules and collected tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -317,8 +317,9 @@ def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
         example = int(np.argmax(lengths > max_seq_len))
         raise ValueError(
             f"`lengths[{example}]={lengths[example]}` exceeds the longest row, "
-            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, or split the source "
-            f"with `{split_line(max_seq_len)}` and pack `source.lengths`."
+            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, truncate or drop long "
+            f"examples in the source, or split it with `{split_line(max_seq_len)}` and "
+            "pack `source.lengths`."
         )
 
 

@@ -5,24 +5,54 @@ They are recognized by their attributes, because neither library is imported her
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 
 def check_not_batched(loader: Any) -> None:
-    """Raises a ValueError if a loader of PyTorch makes batches by default.
+    """Raises a ValueError if a loader is known to make batches.
 
-    Another `collate_fn` may return a single example.
+    Example:
+      >>> check_not_batched([{"tokens": [7, 3]}])
     """
-    collate = getattr(getattr(loader, "collate_fn", None), "__name__", None)
-    has_sampler = getattr(loader, "batch_sampler", None) is not None
-    if has_sampler and collate == "default_collate":
+    if size := _torch_batch_size(loader) or _grain_batch(loader) or _hf_batch(loader):
         raise ValueError(
-            f"`loader` is a {type(loader).__name__} that makes batches, "
-            f"`batch_size={getattr(loader, 'batch_size', None)}`, so each would count "
-            "as one example. Pass `batched=True` and create the loader with "
-            "`collate_fn=list`, or create it with `batch_size=None`. If a batch is "
-            "an example, convert it by `to_example`."
+            f"`loader` is a {type(loader).__name__} that makes batches, {size}, so "
+            "each would count as one example. Pass `batched=True`, with PyTorch also "
+            "`collate_fn=list`, or do not make batches (PyTorch: `batch_size=None`). "
+            "If a batch is an example, pass `batched=False`, or convert it by "
+            "`to_example`."
         )
+
+
+def _torch_batch_size(loader: Any) -> str | None:
+    """Returns the batch size of a `DataLoader` of PyTorch that makes batches."""
+    collate = getattr(loader, "collate_fn", None)
+    if collate is None or getattr(loader, "batch_sampler", None) is None:
+        return None
+    size = getattr(loader, "batch_size", None)
+    # With a batch size of 1, another function usually returns the single example.
+    is_default = getattr(collate, "__name__", None) == "default_collate"
+    return f"`batch_size={size}`" if is_default or size != 1 else None
+
+
+def _grain_batch(loader: Any) -> str | None:
+    """Returns the operation of a `grain.DataLoader` that makes batches."""
+    for operation in getattr(loader, "_operations", ()):
+        if type(operation).__name__ in ("Batch", "BatchOperation"):
+            return f"`{operation}`"
+    return None
+
+
+def _hf_batch(loader: Any) -> str | None:
+    """Returns the batch size of a streaming dataset of Hugging Face with batches."""
+    for step in _steps(loader):
+        function = getattr(step, "function", None)
+        # The functions of `IterableDataset.batch`.
+        if getattr(function, "__name__", "") in ("_batch_fn", "_batch_arrow_table"):
+            return f"`batch_size={step.batch_size}`"
+    return None
 
 
 def is_hugging_face(dataset: Any) -> bool:
@@ -33,14 +63,16 @@ def is_hugging_face(dataset: Any) -> bool:
 
 def has_shuffle_buffer(loader: Any) -> bool:
     """Whether a loader reads a streaming dataset that shuffles through a buffer."""
-    for dataset in (loader, getattr(loader, "dataset", None)):
-        # The steps of the dataset, from the last to the first.
-        step = getattr(dataset, "_ex_iterable", None)
-        while step is not None:
-            if type(step).__name__ == "BufferShuffledExamplesIterable":
-                return True
-            step = getattr(step, "ex_iterable", None)
-    return False
+    steps = itertools.chain(_steps(loader), _steps(getattr(loader, "dataset", None)))
+    return any(type(x).__name__ == "BufferShuffledExamplesIterable" for x in steps)
+
+
+def _steps(dataset: Any) -> Iterator[Any]:
+    """Yields the steps of a dataset of Hugging Face, from the last to the first."""
+    step = getattr(dataset, "_ex_iterable", None)
+    while step is not None:
+        yield step
+        step = getattr(step, "ex_iterable", None)
 
 
 def has_first_state(loader: Any, iterator: Any) -> bool:

@@ -7,8 +7,6 @@ are. None of them is imported here.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,19 +17,13 @@ import grain
 from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.checks import check_choice
 from jaxbucket.data.example import Example
+from jaxbucket.stream.loader_iterator import LoaderIterator, rejected
 from jaxbucket.stream.loader_kinds import (
     check_not_batched,
-    has_first_state,
     has_shuffle_buffer,
     is_hugging_face,
 )
-from jaxbucket.stream.loader_values import (
-    check_examples,
-    decoded,
-    encoded,
-    num_rows,
-    to_numpy,
-)
+from jaxbucket.stream.loader_values import check_examples, num_rows, to_numpy
 
 Resume: TypeAlias = Literal["state", "replay"]
 
@@ -40,7 +32,7 @@ def from_loader(
     loader: Iterable[Any],
     *,
     to_example: Callable[[Any], Example] | None = None,
-    batched: bool = False,
+    batched: bool | None = None,
     shard: RowShard | None = None,
     resume: Resume = "state",
 ) -> LoaderDataset:
@@ -50,8 +42,8 @@ def from_loader(
     `get_state` and `set_state` (Grain), or the loader has `state_dict` and
     `load_state_dict` (streaming datasets of Hugging Face, `StatefulDataLoader` of
     torchdata). Any other loader is iterated over from its beginning, and the examples
-    that were read before are skipped, so it must yield the same examples again;
-    `stream_batches` raises an error if the last examples differ. A generator has no
+    that were read before are skipped, so it must yield the same examples again; an
+    error is raised if some that are compared differ. A generator has no
     second epoch and cannot be resumed in the same process, because it can be iterated
     over only once. Pass an object that returns a new iterator each time.
 
@@ -72,7 +64,9 @@ def from_loader(
       batched: whether the loader yields batches: lists of dicts, or dicts of columns
         with a common leading axis. Lists of arrays or of tuples are refused as batches,
         and lists of arrays of one length as columns, because PyTorch's default
-        `collate_fn` makes such lists of columns.
+        `collate_fn` makes such lists of columns. By default it yields examples, and
+        loaders of PyTorch, Grain and Hugging Face that make batches are refused; False
+        accepts their batches as examples.
       shard: `local_rows(mesh)`, to give every group of processes with different rows
         its own part of the examples, taken in turn. By default this process gets all
         examples, as it should if the loader has been sharded already.
@@ -84,10 +78,9 @@ def from_loader(
       The dataset, for `stream_batches` and `sample_lengths`.
 
     Raises:
-      ValueError: if `loader` cannot be iterated over, or makes batches by PyTorch's
-        default `collate_fn` without `batched` or `to_example`. From an iterator: if a
-        batch is not as described, or if a generator is iterated over or resumed a
-        second time.
+      ValueError: if `loader` cannot be iterated over, or is known to make batches and
+        neither `batched` nor `to_example` is given. From an iterator: if a batch is not
+        as described, or if a generator is iterated over or resumed a second time.
     """
     if not isinstance(loader, Iterable):
         raise ValueError(
@@ -95,9 +88,11 @@ def from_loader(
             "Pass an iterable of examples."
         )
     check_choice("resume", resume, get_args(Resume))
-    if not batched and to_example is None:
+    if batched is None and to_example is None:
         check_not_batched(loader)
-    return LoaderDataset(loader, to_example, batched, checked_shard(shard), resume)
+    return LoaderDataset(
+        loader, to_example, bool(batched), checked_shard(shard), resume
+    )
 
 
 class LoaderDataset(grain.IterDataset[Any]):
@@ -184,8 +179,11 @@ class LoaderDataset(grain.IterDataset[Any]):
             iterator.set_state(state)
             return iterator
         loader_state, random_state = state
-        loader.load_state_dict(loader_state)
-        iterator = iter(loader)
+        try:
+            loader.load_state_dict(loader_state)
+            iterator = iter(loader)
+        except Exception as error:
+            raise rejected(loader, error) from error
         if random_state is not None:
             loader.generator.set_state(random_state)
         return iterator
@@ -239,156 +237,3 @@ class LoaderDataset(grain.IterDataset[Any]):
         if isinstance(element, Mapping):
             return {name: to_numpy(value) for name, value in element.items()}
         return element
-
-
-class LoaderIterator(grain.DatasetIterator[Any]):
-    """Iterates over the examples of a loader.
-
-    Its state is the number of elements that the loader has yielded, and the state of
-    the loader after them. In the middle of a batch, it is that before the batch, and
-    the number of examples taken of it.
-    """
-
-    def __init__(self, dataset: LoaderDataset):
-        super().__init__()
-        self._dataset = dataset
-        self._start()
-
-    def _start(self) -> None:
-        self._iterator: Any = None
-        self._ended = False
-        self._pending: list[Any] = []
-        self._num_elements = 0
-        self._num_examples = 0
-        # The number of examples taken of the last element, and the state before it.
-        self._num_taken = 0
-        self._before: dict[str, Any] = {}
-        # The state of the loader, until the next element is read.
-        self._restored: Any = None
-
-    def __next__(self) -> Any:
-        while True:
-            example = self._next_example()
-            index = self._num_examples
-            self._num_examples += 1
-            if index % self._dataset.num_parts in self._dataset.parts:
-                return example
-
-    def _next_example(self) -> Any:
-        while self._num_taken == len(self._pending):
-            if self._dataset.batched:
-                self._before = self.get_state()
-            element = self._next_element()
-            # An element that cannot be converted has been read, too.
-            self._num_elements += 1
-            self._pending, self._num_taken = [], 0
-            self._pending = list(self._dataset.examples(element))
-        self._num_taken += 1
-        return self._pending[self._num_taken - 1]
-
-    def _next_element(self) -> Any:
-        # `StatefulDataLoader` would begin another epoch at its last state.
-        if self._ended:
-            raise StopIteration
-        iterator = self._opened()
-        try:
-            return next(iterator)
-        except StopIteration:
-            self._ended = True
-            raise
-        finally:
-            if self._restored is not None:
-                self._restored = None
-                self._dataset.forget_state()
-
-    def _opened(self) -> Iterator[Any]:
-        self._dataset.lend(self)
-        if self._iterator is None and self._restored is not None:
-            self._iterator = self._dataset.open_at(decoded(self._restored))
-        elif self._iterator is None:
-            self._iterator = self._dataset.open()
-        return self._iterator
-
-    def suspend(self) -> None:
-        """Saves the state of the loader, which the next call restores."""
-        if self._iterator is not None and not self._ended:
-            self._restored = self._loader_state()
-            if self._restored is not None:
-                self._iterator = None
-                self._dataset.forget_state()
-
-    def get_state(self) -> dict[str, Any]:
-        """Returns the state, which is JSON serializable."""
-        if self._num_taken < len(self._pending):
-            return {**copy.deepcopy(self._before), "taken": self._num_taken}
-        return {
-            "elements": self._num_elements,
-            "examples": self._num_examples,
-            "taken": 0,
-            "ended": self._ended,
-            "loader": self._loader_state(),
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continues at a state that `get_state` has returned.
-
-        Raises:
-          ValueError: if the loader has fewer examples than it had, or can be iterated
-            over only once.
-        """
-        self._start()
-        if state["ended"] and self._dataset.has_state:
-            self._ended = True
-        elif state["loader"] is None or self._dataset.resume == "replay":
-            self._skip(state["elements"], state["ended"])
-        else:
-            self._restored = copy.deepcopy(state["loader"])
-            self._opened()
-        self._num_elements = state["elements"]
-        self._num_examples = state["examples"]
-        for _ in range(state["taken"]):
-            self._next_example()
-            self._num_examples += 1
-
-    def _skip(self, num_elements: int, is_end: bool) -> None:
-        """Reads the elements that were read before, and checks their number."""
-        skipped = itertools.islice(self._opened(), num_elements)
-        is_longer = False
-        is_shorter = sum(1 for _ in skipped) < num_elements
-        if is_end and not is_shorter:
-            is_longer = next(self._opened(), None) is not None
-            self._ended = True
-        if is_shorter or is_longer:
-            raise ValueError(
-                f"`loader` has {'fewer' if is_shorter else 'more'} than "
-                f"{num_elements} elements, which it had yielded before. It must yield "
-                "the same examples again."
-            )
-
-    def _loader_state(self) -> Any:
-        """Returns the state of the loader for JSON, or None if it has none."""
-        if self._restored is not None:
-            return copy.deepcopy(self._restored)
-        loader: Any = self._dataset.loader
-        if self._dataset.resume == "replay":
-            return None
-        if self._dataset.has_state:
-            if self._ended:
-                return None
-            # A `StatefulDataLoader` draws the order of an epoch at its beginning.
-            iterator = self._opened()
-            if not (self._num_elements or has_first_state(loader, iterator)):
-                return None
-            state = self._dataset.state()
-        elif self._num_elements and hasattr(self._iterator, "set_state"):
-            state = self._iterator.get_state()
-        else:
-            return None
-        try:
-            return encoded(state)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"The state of `loader`, a {type(loader).__name__}, is not JSON "
-                f"serializable: {error}. Pass `resume='replay'`, if it yields the same "
-                "examples again."
-            ) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib
 import io
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -150,3 +151,29 @@ def decoded(value: Any) -> Any:
 def _decoded_array(content: str) -> Any:
     array = np.load(io.BytesIO(base64.b64decode(content)), allow_pickle=False)
     return array[()]
+
+
+def checksum_after(checksum: int, example: Any) -> int:
+    """Returns the checksum of the examples before, and of the values of this one.
+
+    Example:
+      >>> checksum_after(0, {"text": "a"}) == checksum_after(0, {"text": "b"})
+      False
+    """
+    values = example if isinstance(example, Mapping) else {"": example}
+    for name in sorted(values, key=str):
+        checksum = zlib.crc32(_bytes_of(values[name]), checksum)
+        checksum = zlib.crc32(str(name).encode(), checksum)
+    return checksum
+
+
+def _bytes_of(value: Any) -> bytes:
+    """Returns the bytes of a text or of numbers; of other objects, their type."""
+    if isinstance(value, str):
+        return value.encode(errors="surrogatepass")
+    try:
+        array = np.asarray(value)
+    except ValueError:  # Ragged lists.
+        return type(value).__name__.encode()
+    # The bytes of objects may differ between runs.
+    return b"" if array.dtype.hasobject else array.tobytes()

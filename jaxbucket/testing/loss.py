@@ -37,8 +37,9 @@ _REMEDIES = {
         "The loss uses other rows, or returns a mean. Return sums over the rows it is "
         "given. Get the rows of all devices from `jaxbucket.train.gather_rows(x)`, and "
         "the numbers of the loss's own rows among them from "
-        "`jaxbucket.train.row_numbers(batch)`. For batch normalization, use "
-        "`jaxbucket.layers.NnxBatchNorm` or `LinenBatchNorm`, outside of `jax.vmap`."
+        "`jaxbucket.train.row_numbers(batch)`. For batch normalization, which must "
+        "leave out padding, use `jaxbucket.layers.NnxBatchNorm` or `LinenBatchNorm` "
+        "with `mask=batch.mask`, outside of `jax.vmap`."
     ),
     "together with a device that has only empty rows": (
         "Empty rows count. Multiply by `batch.mask`, and do not divide by a number "

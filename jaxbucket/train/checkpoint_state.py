@@ -91,7 +91,7 @@ def _different_state(folder: epath.Path, name: str, now: Any, was: Any) -> Value
     return ValueError(
         f"The checkpoint {folder} is of a different model or optimizer: {name} is "
         f"{now}, but was {was}. Use the model, `wrt` and the optimizer that were "
-        "saved."
+        "saved, or your own pytree if that was saved."
     )
 
 

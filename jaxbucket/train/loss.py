@@ -37,7 +37,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.errors import TraceContextError
+from flax.errors import ScopeCollectionNotFound, TraceContextError
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
@@ -190,9 +190,20 @@ def checked_loss(
         result = loss_fn(model, batch, keys)
     except TraceContextError as error:
         raise ValueError(
-            "`loss_fn` changes variables of the model inside a jax transformation, "
-            "such as `jax.vmap`. Draw dropout from `keys` (`dropout(x, rngs=key)`, row "
-            "by row), not from the model's `nnx.Rngs`."
+            "`loss_fn` changes variables of an NNX model that are not those of its "
+            "argument: inside a jax transformation, such as `jax.vmap`, or of a model "
+            "outside of the function. Change only variables of the model that the "
+            "function receives, and draw dropout from `keys`, row by row (`dropout(x, "
+            "rngs=key)`), instead of from the model's `nnx.Rngs`."
+        ) from error
+    except ScopeCollectionNotFound as error:
+        if not isinstance(model, Mapping) or "params" in model:
+            raise
+        raise ValueError(
+            "`loss_fn` calls a Linen module with variables that have no collection "
+            f"'params': {list(model)}. The state has parameters only, so the loss "
+            'receives them as they are. Call `module.apply({"params": params}, ...)`, '
+            "or pass the other collections to `create_state(..., variables=)`."
         ) from error
     _check_is_not_collections(result, model)
     sums = _named_sums(result)

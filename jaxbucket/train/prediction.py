@@ -18,6 +18,7 @@ from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import split_examples
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.global_rows import rows_context
+from jaxbucket.train.local_batch_norm import without_local_batch_norm
 from jaxbucket.train.loss import Mode, rows_of
 from jaxbucket.train.model_loss import check_parameters, comparison
 from jaxbucket.train.pmap import PmapStep
@@ -68,10 +69,12 @@ def make_predict_step(
 
     Raises:
       ValueError: if the mode or an axis is unknown; when traced, if the outputs are not
-        a dict of arrays with one entry per row, or if variables of the model change.
+        a dict of arrays with one entry per row, if variables of the model change, or if
+      Flax's `BatchNorm` would normalize by the rows of each device.
     """
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
+    predict_fn = without_local_batch_norm(predict_fn, mesh, mode, axes, "predict_fn")
     rows = rows_of(mode, mesh, axes)
 
     def on_rows(state: TrainState, batch: Batch) -> Batch:

@@ -30,6 +30,9 @@ from jaxbucket.train.model_checks import (
 from jaxbucket.train.process_agreement import can_be_compared, check_same
 from jaxbucket.train.state_checksum import checksum
 
+# The number of paths that a message lists.
+_NUM_PATHS = 3
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -212,10 +215,7 @@ def create_state(
             params, others = checked_parameters(model), checked_collections(variables)
         params, frozen = _split(params, wrt)
     if wrt is not None and not jax.tree.leaves(params):
-        raise ValueError(
-            f"`wrt={wrt!r}` selects no parameters. Pass a filter such as "
-            '`nnx.PathContains("head")`, or a function of the path and the value.'
-        )
+        raise _nothing_selected(wrt, frozen)
     opt_state = () if tx is None else tx.init(params)
     check_average_is_last(opt_state)
     state = TrainState(
@@ -292,6 +292,18 @@ def _split(params: Any, wrt: Any) -> tuple[Any, Any]:
     return (
         jax.tree.map(lambda x, is_trained: x if is_trained else None, params, trained),
         jax.tree.map(lambda x, is_trained: None if is_trained else x, params, trained),
+    )
+
+
+def _nothing_selected(wrt: Any, frozen: Any) -> ValueError:
+    leaves = jax.tree.leaves_with_path(
+        frozen, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    paths = [tuple(map(_key_name, path)) for path, _ in leaves[:_NUM_PATHS]]
+    return ValueError(
+        f"`wrt={wrt!r}` selects no parameters. Pass a filter such as "
+        '`nnx.PathContains("head")`, or a function of the path and the value. The '
+        f"first paths are {', '.join(map(str, paths))}."
     )
 
 

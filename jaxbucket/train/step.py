@@ -123,9 +123,7 @@ def make_train_step(
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
     axes = axis_names(mesh, batch_axes)
-    spread = [axis for axis in axes if mesh.shape[axis] > 1]
-    if mode != "jit" and spread:
-        loss_fn = without_local_batch_norm(loss_fn, mode, spread)
+    loss_fn = without_local_batch_norm(loss_fn, mesh, mode, axes)
     local_sums = gradient_sums(loss_fn, check_rules(variable_rules))
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
@@ -199,8 +197,11 @@ def make_eval_step(
     Raises:
       ValueError: if the mode or an axis is unknown; with "pmap", if the devices of a
         process are not adjacent in the mesh; when traced, if the loss breaks the
-        contract or changes variables of the model.
+        contract, changes variables of the model, or normalizes by the rows of each
+      device.
     """
+    axes = axis_names(mesh, batch_axes)
+    loss_fn = without_local_batch_norm(loss_fn, mesh, mode, axes)
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
         def call(state: TrainState) -> Any:
@@ -220,5 +221,5 @@ def make_eval_step(
         return mean_metrics(sums)
 
     if mode == "pmap":
-        return PmapStep(eval_step, mesh, axis_names(mesh, batch_axes))
+        return PmapStep(eval_step, mesh, axes)
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -230,6 +230,10 @@ def _combine(rows: Rows, rule: Rule, new: Any, old: Any) -> Any:
     """Returns one value for the values of all devices."""
     if new is old:
         return new
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        new, old_data = jax.random.key_data(new), jax.random.key_data(old)
+        data = _combine(rows, rule, new, old_data)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     # Not weakly typed, because steps would be compiled again for the next state.
     new = jnp.asarray(new, old.dtype)
     if isinstance(rows, WholeBatch):

@@ -580,13 +580,68 @@ def test_a_loader_of_batches_is_not_one_of_examples():
     with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`.*`batched=T"):
         jb.stream.from_loader(batches)
     assert indices(jb.stream.from_loader(batches, batched=True))
+    stacked = Batches([make_examples()], lambda batch: batch)
+    with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`"):
+        jb.stream.from_loader(stacked)
+
+
+def test_batches_of_grain_are_not_examples():
+    loader = grain.DataLoader(
+        data_source=make_examples(),
+        sampler=grain.samplers.IndexSampler(len(LENGTHS), num_epochs=1),
+        operations=[grain.transforms.Batch(4)],
+    )
+    with pytest.raises(ValueError, match=r"makes batches, `Batch\(batch_size=4"):
+        jb.stream.from_loader(loader)
+
+
+def test_batches_of_hugging_face_are_not_examples():
+    datasets = pytest.importorskip("datasets")
+    rows = {"tokens": [[1, 2]] * 8}
+    dataset = datasets.Dataset.from_dict(rows).to_iterable_dataset().batch(4)
+    for batches in (dataset, dataset.with_format("numpy")):
+        with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`"):
+            jb.stream.from_loader(batches)
+        assert len(list(jb.stream.from_loader(batches, batched=True))) == 8
+
+
+@pytest.mark.parametrize("index", [0, 5, 63, 64])
+def test_skipped_elements_are_compared(index):
+    examples = [{"x": [n]} for n in range(100)]
+    iterator = iter(jb.stream.from_loader(examples))
+    for _ in range(70):
+        next(iterator)
+    changed = [*examples[:index], {"x": [-1]}, *examples[index + 1 :]]
+    with pytest.raises(ValueError, match="yields other examples than before"):
+        iter(jb.stream.from_loader(changed)).set_state(iterator.get_state())
+    swapped = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+    iterator = iter(jb.stream.from_loader(swapped))
+    next(iterator), next(iterator)
+    swapped = [swapped[1], swapped[0], swapped[2]]
+    with pytest.raises(ValueError, match="in another order"):
+        iter(jb.stream.from_loader(swapped)).set_state(iterator.get_state())
+
+
+@pytest.mark.parametrize("state", [{}, None, {"elements": 3}])
+def test_a_state_of_something_else_is_refused(state):
+    with pytest.raises(ValueError, match="is not the state of a stream from a loader"):
+        iter(jb.stream.from_loader(make_examples())).set_state(state)
+
+
+def test_a_loader_that_rejects_its_state_is_named():
+    iterator = iter(jb.stream.from_loader(Counter()))
+    next(iterator)
+    other = Counter()
+    other.load_state_dict = lambda state: state["epoch"]
+    with pytest.raises(ValueError, match=r"a Counter, cannot continue.*KeyError.*Pass"):
+        iter(jb.stream.from_loader(other)).set_state(iterator.get_state())
 
 
 @pytest.mark.parametrize(
     ("loader", "options"),
     [
         (Sized(make_examples()), {}),
-        (Batches(make_examples(), lambda batch: batch[0]), {}),
+        (Batches(make_examples(), lambda batch: batch[0]), {"batched": False}),
         (
             Batches([[x] for x in make_examples()], default_collate),
             {"to_example": lambda batch: batch[0]},

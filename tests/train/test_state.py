@@ -680,3 +680,29 @@ def test_the_initial_state_may_depend_on_values_and_shardings(init):
     expected = jax.tree.map(float, state.opt_state)
     state, _ = jb.make_train_step(times(1.0), tx, mesh)(state, batch)
     assert jax.tree.map(float, state.opt_state) == expected
+
+
+def test_parameters_without_a_collection_are_named():
+    def loss(params, batch, keys):
+        y = linen.Dense(1).apply(params, batch.features["x"][..., None])
+        return jnp.sum(y), batch.num_tokens
+
+    mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(0.1)
+    params = {"kernel": jnp.ones((1, 1)), "bias": jnp.ones(1)}
+    state = jb.create_state({"Dense_0": params}, tx, mesh)
+    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
+    with pytest.raises(ValueError, match=r"no collection 'params': \['Dense_0'\]"):
+        jb.make_train_step(loss, tx, mesh)(state, batch)
+
+
+def test_a_filter_that_selects_nothing_shows_paths():
+    class Blocks(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List([nnx.Linear(1, 1, rngs=nnx.Rngs(0))])
+
+    with pytest.raises(ValueError, match=r"first paths are \('blocks', 0, 'bias'\), "):
+        jb.create_state(Blocks(), optax.sgd(0.1), wrt=nnx.PathContains("0"))
+    state = jb.create_state(
+        Blocks(), optax.sgd(0.1), wrt=lambda path, _: path[:2] == ("blocks", 0)
+    )
+    assert len(jax.tree.leaves(state.params)) == 2

@@ -93,6 +93,21 @@ def test_the_value_of_the_first_device_is_taken(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_random_keys_are_those_of_the_first_device(mode):
+    def loss(model, batch, keys):
+        key = jax.random.fold_in(model["key"]["x"], batch.num_tokens)
+        return model["params"]["w"] * 0.0, batch.num_tokens, {}, {"key": {"x": key}}
+
+    key = jax.random.key(3)
+    variables = {"key": {"x": key}}
+    state = step_once(loss, mode=mode, variables=variables, rules={"key": "first"})
+    # The first of four devices has two of the eight rows.
+    rows = ROWS if mode == "jit" else ROWS[:2]
+    expected = jax.random.fold_in(key, sum(map(len, rows)))
+    assert np.all(state.variables["key"]["x"] == expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_micro_batch_sees_the_variables_of_the_one_before(mode, ahead):
     mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
@@ -487,16 +502,62 @@ def flax_linen(use_average):
         def __call__(self, x, train):
             return linen.remat(linen.BatchNorm, static_argnums=2)()(x, not train)
 
+    return Module(), flax_linen_loss(Module(), not use_average), SAMPLE
+
+
+SAMPLE = {"sample": (np.ones((1, 1, 1), np.float32), True)}
+
+
+def flax_linen_loss(module, flag):
     def loss(variables, batch, keys):
         x = batch.features["x"][..., None]
-        y, new = Module().apply(variables, x, not use_average, mutable=["batch_stats"])
+        y, new = module.apply(variables, x, flag, mutable=["batch_stats"])
         return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens, {}, new
 
-    return Module(), loss, {"sample": (np.ones((1, 1, 1), np.float32), True)}
+    return loss
+
+
+def flax_inherited(use_average):
+    class Inherited(linen.BatchNorm):
+        @linen.compact
+        def __call__(self, x, use_running_average=None):
+            return super().__call__(x, use_running_average)
+
+    class Module(linen.Module):
+        @linen.compact
+        def __call__(self, x, use_average):
+            return Inherited()(x, use_average)
+
+    return Module(), flax_linen_loss(Module(), use_average), SAMPLE
+
+
+def flax_bridged(use_average):
+    norm = nnx.bridge.ToLinen(nnx.BatchNorm, (1,), {"use_running_average": use_average})
+
+    def loss(variables, batch, keys):
+        x = batch.features["x"][..., None]
+        y, new = norm.apply(variables, x, mutable=["batch_stats"])
+        return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens, {}, new
+
+    return norm, loss, {"sample": np.ones((1, 1, 1), np.float32)}
+
+
+def flax_merged(use_average):
+    """An NNX model that the loss creates of parameters."""
+    model = nnx.BatchNorm(1, use_running_average=use_average, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, batch, keys):
+        y = nnx.merge(graph, params, rest, copy=True)(batch.features["x"][..., None])
+        return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens
+
+    return nnx.to_pure_dict(params), loss, {}
 
 
 @pytest.mark.parametrize("mode", QUICK_MODES)
-@pytest.mark.parametrize("make", [flax_nnx, flax_linen])
+@pytest.mark.parametrize(
+    "make", [flax_nnx, flax_linen, flax_inherited, flax_bridged, flax_merged]
+)
 def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
     tx = optax.sgd(0.1)
     for num_devices, use_average in ((4, False), (4, True), (1, False)):
@@ -512,6 +573,30 @@ def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
                 ValueError, match="BatchNorm`, whose statistics are.*mode="
             ):
                 step(state, batch)
+
+
+def test_statistics_of_one_device_are_refused_in_evaluation_and_prediction():
+    def outputs(params, batch):
+        norm = linen.BatchNorm(use_running_average=False, use_bias=False)
+        variables = {"params": {"scale": params["scale"]}}
+        x = batch.features["x"][..., None]
+        return norm.apply(variables, x, mutable=["batch_stats"])[0]
+
+    def loss(params, batch, keys):
+        y = outputs(params, batch)[..., 0]
+        return jnp.sum(y, where=batch.mask), batch.num_tokens
+
+    def predict_fn(params, batch):
+        return {"y": outputs(params, batch)}
+
+    mesh = jb.data_mesh(jax.devices()[:4])
+    state = jb.create_state({"scale": jnp.ones(1)}, mesh=mesh)
+    batch = on_mesh(make_batch(), mesh)
+    jb.make_eval_step(loss, mesh)(state, batch)
+    with pytest.raises(ValueError, match="`loss_fn` uses `linen.BatchNorm`"):
+        jb.make_eval_step(loss, mesh, mode="shard_map")(state, batch)
+    with pytest.raises(ValueError, match="`predict_fn` uses `linen.BatchNorm`"):
+        jb.make_predict_step(predict_fn, mesh, mode="shard_map")(state, batch)
 
 
 def linen_normalization(axis_name):
