@@ -59,6 +59,25 @@ _NEEDS_COST_FN = (
 )
 
 
+def one_length_only(
+    boundaries: str | None, shapes: str | None, pack: str
+) -> dict[str, str]:
+    """Returns the options that several columns do not allow, with a remedy for each."""
+    remedies = {}
+    if boundaries is not None:
+        remedies[f"--boundaries {boundaries}"] = (
+            "Call `jb.plan_buckets` with a list of mappings from column to T"
+        )
+    if shapes is not None:
+        remedies[f"--shapes {shapes}"] = (
+            "Call `jb.BucketPlan.from_shapes` with a mapping from column to T for each "
+            "shape"
+        )
+    if pack != "never":
+        remedies[f"--pack {pack}"] = "Call `jb.packing.pack` in Python"
+    return remedies
+
+
 def check_several(
     columns: Sequence[str], given: Mapping[str, str], shape: ShapeOptions
 ) -> None:
@@ -72,7 +91,7 @@ def check_several(
     costs = {
         f"--{name.replace('_', '-')}": _NEEDS_COST_FN
         for name, value in shape.cost_values.items()
-        if value is not None and name != "cost_fn"
+        if value is not None and name not in ("cost_fn", "per_second")
     }
     for option, remedy in {**given, **costs}.items():
         raise ValueError(

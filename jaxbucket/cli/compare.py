@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import click
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.columns import column_option, one_column
+from jaxbucket.cli.columns import (
+    check_several,
+    column_option,
+    one_length_only,
+    read_columns,
+    several_limits,
+)
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
@@ -24,11 +31,12 @@ from jaxbucket.cli.outputs import check_outputs, new_figure
 from jaxbucket.cli.packing import with_packed_rows
 from jaxbucket.cli.report import read_plan, remainder_option
 from jaxbucket.cli.show import show
-from jaxbucket.data.lengths.files import read_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack
 from jaxbucket.plan.flow.remainder import Remainder
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import plan_within
-from jaxbucket.plan.reports.comparison import compare_plans
+from jaxbucket.plan.reports.compare import compare_plans
+from jaxbucket.plan.sequence_limits import SequenceLimits
 
 
 @click.command()
@@ -84,27 +92,29 @@ def compare(
 
     The plan with the cheapest epoch comes first. Costs are tokens, padding included,
     unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
+    If you repeat --column, plans have a T for each column, without packed rows.
     """
-    column = one_column(columns, "`jaxbucket compare` is for", "Use `jaxbucket plan`")
-    shape.check_one_length()
+    limits = _limits(columns, boundaries, shapes, pack, shape)
     check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
     with new_figure(plot, 10, 6) as figure:
-        measured = read_lengths(lengths, column)
+        measured: Any = read_columns(lengths, columns)
         comparison = compare_plans(
             measured,
-            shape.limits(),
+            limits,
             num_buckets=num_buckets,
-            others=_others(measured, boundaries, shapes, plan_files, shape),
+            others=_others(measured, boundaries, shapes, plan_files, shape, columns),
             remainder=remainder,
         )
-        comparison = with_packed_rows(
-            comparison,
-            measured,
-            shape,
-            pack=pack,
-            block_sparse=block_sparse,
-            remainder=remainder,
-        ).with_unit(unit)
+        if len(columns) < 2:
+            comparison = with_packed_rows(
+                comparison,
+                measured,
+                shape,
+                pack=pack,
+                block_sparse=block_sparse,
+                remainder=remainder,
+            )
+        comparison = comparison.with_unit(unit)
         if figure:
             from jaxbucket.plan.reports.comparison_plots import (
                 comparison_height,
@@ -116,12 +126,29 @@ def compare(
     show(as_json, comparison.to_dict(), comparison)
 
 
+def _limits(
+    columns: tuple[str, ...],
+    boundaries: str | None,
+    shapes: str | None,
+    pack: Pack,
+    shape: ShapeOptions,
+) -> Limits | SequenceLimits:
+    """Returns the limits, after checking that the columns allow all options."""
+    if len(columns) < 2:
+        shape.check_one_length()
+        return shape.limits()
+    asked = "never" if pack == "auto" else pack
+    check_several(columns, one_length_only(boundaries, shapes, asked), shape)
+    return several_limits(shape, columns)
+
+
 def _others(
     lengths: np.ndarray,
     boundaries: str | None,
     shapes: str | None,
     plan_files: tuple[pathlib.Path, ...],
     shape: ShapeOptions,
+    columns: tuple[str, ...],
 ) -> dict[str, BucketPlan]:
     others = {path.name: read_plan(path) for path in plan_files}
     if len(others) < len(plan_files):
@@ -130,10 +157,11 @@ def _others(
             f"`--plan` has files of the same name: {names}. Rename one of them."
         )
     for path, plan in zip(plan_files, others.values(), strict=True):
-        if plan.sequences:
+        if list(plan.sequences) != (sorted(columns) if len(columns) > 1 else []):
             raise ValueError(
-                f"`--plan {path}` has the sequences {list(plan.sequences)}, and only "
-                "plans of one length are compared. Pass it to `jaxbucket report`."
+                f"`--plan {path}` has the sequences {list(plan.sequences)}, but "
+                f"`--column` names {list(columns)}. Name the same columns, or pass it "
+                "to `jaxbucket report`."
             )
         if plan.packed:
             raise ValueError(

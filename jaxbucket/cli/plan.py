@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import click
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import Lengths
 from jaxbucket.cli.budget import unused_budget
 from jaxbucket.cli.columns import (
     check_several,
     column_option,
+    one_length_only,
     read_columns,
     several_limits,
 )
@@ -33,10 +36,13 @@ from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
 from jaxbucket.cli.packing import check_packable, plan_rows, reason
 from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
-from jaxbucket.plan.curve import PlanCurve, plan_curve
+from jaxbucket.plan.curve import PlanCurve
+from jaxbucket.plan.curve_search import plan_curve
 from jaxbucket.plan.joint_plan import JointPlan, plan_jointly
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.plan.sequence_limits import SequenceLimits
 
 _AUTO = "auto"
 
@@ -119,7 +125,7 @@ def plan(
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if len(columns) > 1:
-        given = _one_length_only(num_buckets, boundaries, shapes, pack)
+        given = one_length_only(boundaries, shapes, pack)
         check_several(columns, given, shape)
     else:
         shape.check_one_length()
@@ -136,10 +142,11 @@ def plan(
     with new_figure(plot, 8, 11 if num_buckets == _AUTO else 7) as figure:
         size = 8 if num_buckets in (None, _AUTO) else _number(num_buckets)
         measured: Any = read_columns(lengths, columns)
-        if len(columns) > 1:
-            chosen = _jointly(measured, shape, size)
-        elif num_buckets == _AUTO:
-            chosen = _by_curve(measured, shape, auto)
+        limits = several_limits(shape, columns) if len(columns) > 1 else None
+        if num_buckets == _AUTO:
+            chosen = _by_curve(measured, limits or shape.limits(), shape, auto)
+        elif limits:
+            chosen = _jointly(measured, limits, shape, size)
         elif pack != "never":
             options = {} if mixing is None else {"mixing": mixing}
             packed = plan_rows(measured, shape, size, pack, block_sparse, **options)
@@ -162,7 +169,7 @@ def plan(
         notes.append(chosen.joint.summary)
     else:
         unused = None
-        if shapes is None:
+        if shapes is None and len(columns) < 2:
             unused = unused_budget(chosen.plan, shape.limits(), epoch)
         if unused:
             notes.append(unused.sentence(unit))
@@ -206,18 +213,26 @@ class _Chosen:
         return report(self.plan, self.rows, accumulate=self.accumulate)
 
 
-def _jointly(lengths: dict[str, np.ndarray], shape: ShapeOptions, size: int) -> _Chosen:
-    joint = plan_jointly(lengths, several_limits(shape, list(lengths)), size)
+def _jointly(
+    lengths: Mapping[str, np.ndarray],
+    limits: SequenceLimits,
+    shape: ShapeOptions,
+    size: int,
+) -> _Chosen:
+    joint = plan_jointly(lengths, limits, size)
     return _Chosen(joint.plan, lengths, shape.accumulate, joint=joint)
 
 
 def _by_curve(
-    lengths: np.ndarray, shape: ShapeOptions, auto: dict[str, Any]
+    lengths: Lengths,
+    limits: Limits | SequenceLimits,
+    shape: ShapeOptions,
+    auto: dict[str, Any],
 ) -> _Chosen:
     num_epochs = auto["--num-epochs"]
     curve = plan_curve(
         lengths,
-        shape.limits(),
+        limits,
         compile_seconds=auto["--compile-seconds"],
         num_epochs=1 if num_epochs is None else num_epochs,
         max_buckets=auto["--max-buckets"] or 32,
@@ -228,27 +243,6 @@ def _by_curve(
 def _packed(lengths: np.ndarray, packed: PackedPlan) -> _Chosen:
     rows = lengths if packed.packing is None else packed.packing.row_lengths
     return _Chosen(packed.plan, rows, packed=packed)
-
-
-def _one_length_only(
-    num_buckets: str | None, boundaries: str | None, shapes: str | None, pack: Pack
-) -> dict[str, str]:
-    """Returns the options that several columns do not allow, with a remedy for each."""
-    remedies = {}
-    if num_buckets == _AUTO:
-        remedies[f"--num-buckets {_AUTO}"] = "Pass an integer"
-    if boundaries is not None:
-        remedies[f"--boundaries {boundaries}"] = (
-            "Call `jb.plan_buckets` with a list of mappings from column to T"
-        )
-    if shapes is not None:
-        remedies[f"--shapes {shapes}"] = (
-            "Call `jb.BucketPlan.from_shapes` with a mapping from column to T for each "
-            "shape"
-        )
-    if pack != "never":
-        remedies[f"--pack {pack}"] = "Call `jb.plan_packing` in Python"
-    return remedies
 
 
 def _check_pack(

@@ -12,11 +12,13 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from jaxbucket.plan.chunks import chunk_lengths
     from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
-    from jaxbucket.plan.curve import PlanCurve, plan_curve
+    from jaxbucket.plan.curve import PlanCurve
+    from jaxbucket.plan.curve_search import plan_curve
     from jaxbucket.plan.encoder_decoder_cost import EncoderDecoderCost
     from jaxbucket.plan.joint_plan import JointPlan, plan_jointly
     from jaxbucket.plan.limits import Limits
     from jaxbucket.plan.planner import plan_buckets
-    from jaxbucket.plan.reports.comparison import Comparison, compare_plans
+    from jaxbucket.plan.reports.compare import compare_plans
+    from jaxbucket.plan.reports.comparison import Comparison
     from jaxbucket.plan.reports.epoch import Report, report
     from jaxbucket.plan.sequence_limits import SequenceLimits

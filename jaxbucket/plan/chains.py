@@ -21,20 +21,25 @@ _MAX_ENDS = 1024
 
 def nested_shapes(
     lengths: np.ndarray, limits: SequenceLimits, num_buckets: int
-) -> Iterator[np.ndarray]:
-    """Yields the T of the best nested shapes by several numbers, `[K, Q]` each.
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the T of the best nested shapes, `[K, Q]`, by several numbers.
+
+    Each is preceded by a name of the number.
 
     Args:
       lengths: `[N, Q]` integers, one row per example.
       limits: the limits of all shapes, and the cost of a step.
       num_buckets: the largest number of shapes.
     """
-    for numbers in (lengths.max(axis=1), lengths.sum(axis=1, dtype=np.int64)):
+    for name, numbers in (
+        ("longest", lengths.max(axis=1)),
+        ("sum", lengths.sum(axis=1, dtype=np.int64)),
+    ):
         seq_lens, candidates = _candidates(lengths, numbers, limits)
         # The last shape holds all examples.
         longest = limits.rounded(lengths.max(axis=0))
         if len(candidates) and np.array_equal(seq_lens[-1], longest):
-            yield seq_lens[optimal(candidates, min(num_buckets, len(candidates)))]
+            yield name, seq_lens[optimal(candidates, min(num_buckets, len(candidates)))]
 
 
 def _candidates(

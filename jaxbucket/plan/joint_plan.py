@@ -84,7 +84,7 @@ is cheaper.
         or not positive integers, or are longer than `max_seq_len` under "error"; or if
         the budget cannot hold an example.
     """
-    shapes = _best_shapes(lengths, limits, num_buckets, with_bound=True)
+    shapes = best_shapes(lengths, limits, num_buckets, with_bound=True)
     return JointPlan(
         plan=limits.plan(shapes.seq_lens),
         epoch_cost=float(shapes.epoch_cost),
@@ -101,16 +101,27 @@ def plan_sequences(
     Raises:
       ValueError: if `plan_jointly` raises it.
     """
-    shapes = _best_shapes(lengths, limits, num_buckets, with_bound=False)
+    shapes = best_shapes(lengths, limits, num_buckets, with_bound=False)
     return limits.plan(shapes.seq_lens)
 
 
-def _best_shapes(
+def best_shapes(
     lengths: Mapping[str, ArrayLike],
     limits: SequenceLimits,
     num_buckets: int,
     with_bound: bool,
 ) -> JointShapes:
+    """Returns the T of the buckets of `plan_jointly`.
+
+    Args:
+      lengths: sequence name -> `[N]` integers, one per example.
+      limits: the limits of all shapes, and the cost of a step.
+      num_buckets: the largest number of shapes.
+      with_bound: whether to compute the lower bound if it does not change the shapes.
+
+    Raises:
+      ValueError: if `plan_jointly` raises it.
+    """
     if not isinstance(limits, SequenceLimits):
         raise ValueError(
             f"`limits` is a {type(limits).__name__}. Pass `SequenceLimits`, because "
@@ -130,7 +141,7 @@ def _best_shapes(
         multiples=limits.multiples,
         max_seq_lens=limits.max_seq_lens(matrix),
         must_hold_all=limits.must_hold_all,
-        starts=nested_shapes(planned, limits, num_buckets),
+        starts=(shapes for _, shapes in nested_shapes(planned, limits, num_buckets)),
         accumulate=limits.accumulate,
         with_bound=with_bound,
     )

@@ -16,7 +16,7 @@ from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
-from jaxbucket.plan.curve import plan_curve
+from jaxbucket.plan.curve_search import plan_curve
 from jaxbucket.plan.joint_plan import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
@@ -143,11 +143,14 @@ def plan_buckets(
     }
     if isinstance(lengths, Mapping):
         sequences = SequenceLimits(sequences=tuple(lengths), **options)
-        return _plan_sequences(lengths, sequences, num_buckets, boundaries)
-    limits = Limits(**options)
-    boundaries = cast(Boundaries, boundaries)
-    if num_buckets != "auto":
-        return plan_within(lengths, limits, num_buckets, boundaries)
+        if num_buckets != "auto":
+            return _plan_sequences(lengths, sequences, num_buckets, boundaries)
+        limits = sequences
+    else:
+        limits = Limits(**options)
+        if num_buckets != "auto":
+            boundaries = cast(Boundaries, boundaries)
+            return plan_within(lengths, limits, num_buckets, boundaries)
     if not isinstance(boundaries, str) or boundaries != "optimal":
         raise ValueError(
             f"`num_buckets='auto'` requires `boundaries='optimal'`. Remove "
@@ -191,7 +194,7 @@ def plan_within(
 def _plan_sequences(
     lengths: Mapping[str, ArrayLike],
     limits: SequenceLimits,
-    num_buckets: int | Literal["auto"],
+    num_buckets: int,
     boundaries: Any,
 ) -> BucketPlan:
     """Returns a plan for examples with several sequences."""
@@ -202,10 +205,6 @@ def _plan_sequences(
             f"`boundaries={boundaries!r}` requires examples with one length. For "
             "several sequences, choose 'optimal', or pass a list of mappings from "
             "sequence name to T."
-        )
-    if num_buckets == "auto":
-        raise ValueError(
-            "`num_buckets='auto'` requires examples with one length. Pass an integer."
         )
     return plan_sequences(lengths, limits, num_buckets)
 

@@ -141,16 +141,15 @@ def test_plans_of_several_columns_are_drawn(files, columns):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--num-buckets", "auto"], "`--num-buckets auto` requires examples with one "),
-        (["--num-buckets", "auto"], "Pass an integer, or remove `--num-buckets auto`."),
+        (["--num-buckets", "auto"], "counts tokens, but compile time is measured in "),
         (["--boundaries", "quantile"], "`--boundaries quantile` requires examples wi"),
         (["--boundaries", "quantile"], "Call `jb.plan_buckets` with a list of mappin"),
         (["--shapes", "8x64"], "Call `jb.BucketPlan.from_shapes` with a mapping from"),
-        (["--pack", "auto"], "Call `jb.plan_packing` in Python, or remove `--pack au"),
+        (["--pack", "auto"], "Call `jb.packing.pack` in Python, or remove `--pack au"),
         (["--width", 8], "Use `--cost-fn` with a function of B and a mapping from co"),
         (["--depth", 8], "`--depth` requires examples with one length, but `--column"),
         (["--vocab-size", 8], "`--vocab-size` requires examples with one length, but"),
-        (["--per-second", 8], "such as a `jb.plan.EncoderDecoderCost`, or remove `--"),
+        (["--depth", 8], "such as a `jb.plan.EncoderDecoderCost`, or remove `--"),
         (["--step-times", "pairs.csv"], "names ['source', 'target']. Use `--cost-fn`"),
         (["--block-sparse"], "`--block-sparse` requires `--pack`. Remove it, or add "),
         (["--max-tokens", "10,20"], "`--max-tokens 10,20` is a list of budgets, one "),
@@ -202,13 +201,36 @@ def test_columns_with_different_numbers_of_examples_are_refused():
     assert "different numbers of examples" in message
 
 
-def test_compare_takes_one_length():
-    message = refused("compare", "pairs.npz", *OPTIONS)
-    assert "`jaxbucket compare` is for examples with one length, but" in message
-    assert "Use `jaxbucket plan`, or pass one `--column`." in message
+def test_several_columns_are_compared(files):
+    words = (*OPTIONS, "--plan", "joint.json", "--plot", "compare.png")
+    output = run("compare", "pairs.npz", *words)
+    for name in ("optimal", "by the sum", "by the longest", "one shape", "joint.json"):
+        assert name in output
+    assert matplotlib.image.imread(files / "compare.png").std() > 0.1
+    numbers = json.loads(run("compare", "pairs.npz", *OPTIONS, "--json"))
+    costs = [plan["report"]["epoch_cost"] for plan in numbers["plans"]]
+    assert costs == sorted(costs) and costs[0] == JOINT.epoch_cost
+    assert numbers["least_cost"] == JOINT.lower_bound
+    assert numbers["exact"] == JOINT.proven
+
+
+def test_plans_of_other_columns_are_not_compared():
     one = ("--column", "source", "--max-tokens", 4096, "--plan", "joint.json")
     message = refused("compare", "pairs.npz", *one)
-    assert "`--plan joint.json` has the sequences ['source', 'target'], and " in message
+    assert "`--plan joint.json` has the sequences ['source', 'target'], but " in message
+    message = refused("compare", "pairs.npz", *OPTIONS, "--pack", "always")
+    assert "`--pack always` requires examples with one length" in message
+
+
+def test_the_number_of_shapes_of_several_columns_may_be_chosen(files):
+    auto = ("--num-buckets", "auto", "--compile-seconds", 0.5, "--per-second", 4000)
+    words = (*BOTH, "--max-tokens", 4096, *auto)
+    output = run("plan", "pairs.npz", *words, "--plot", "curve.png")
+    assert "compiling takes" in output
+    assert matplotlib.image.imread(files / "curve.png").std() > 0.1
+    curve = json.loads(run("plan", "pairs.npz", *words, "--json"))["curve"]
+    sizes = [point["num_buckets"] for point in curve["points"]]
+    assert 1 < curve["chosen_num_buckets"] < sizes[-1]
 
 
 def test_report_refuses_columns_that_the_plan_does_not_have(files):

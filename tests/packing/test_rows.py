@@ -215,7 +215,11 @@ def test_the_fingerprint_of_a_packing_depends_on_its_rows():
     ("lengths", "options", "message"),
     [
         ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` exceeds the longest row"),
-        ([3, 9], {"max_seq_len": [4, 8]}, "`max_seq_len=8`. Raise `max_seq_len`, truncate"),
+        (
+            [3, 9],
+            {"max_seq_len": [4, 8]},
+            "`max_seq_len=8`. Raise `max_seq_len`, truncate",
+        ),
         ([], {"max_seq_len": 8}, "`lengths` is empty"),
         ([3, 0], {"max_seq_len": 8}, r"`lengths\[1\]=0`"),
         ([3, -1], {"max_seq_len": 8}, r"`lengths\[1\]=-1`"),

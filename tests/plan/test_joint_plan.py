@@ -158,13 +158,67 @@ def test_few_long_examples_are_planned_well():
     assert jb.report(plan, lengths).epoch_cost == 634_040
 
 
+@pytest.mark.parametrize(
+    "compile_seconds",
+    [
+        1.0,
+        pytest.param(0.01, marks=pytest.mark.exhaustive),
+        pytest.param(30.0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_number_of_shapes_weighs_compiling_against_padding(compile_seconds):
+    lengths = make_pairs(np.random.default_rng(1), 100)
+    cost_fn = jb.plan.TokenCost(tokens_per_second=2000)
+    options = {"max_tokens": 2048, "cost_fn": cost_fn}
+    limits = jb.plan.SequenceLimits(sequences=tuple(lengths), **options)
+    curve = jb.plan.plan_curve(
+        lengths, limits, compile_seconds=compile_seconds, num_epochs=2, max_buckets=10
+    )
+    for point in curve.points:
+        epoch = jb.report(point.plan, lengths)
+        np.testing.assert_allclose(point.epoch_seconds, epoch.epoch_cost)
+        np.testing.assert_allclose(point.padding, epoch.padding)
+        assert point.steps_per_epoch == epoch.steps_per_epoch
+        assert point.compile_seconds == compile_seconds * len(point.plan)
+    # No number of shapes takes less time, whether it was tried or not.
+    for size in range(1, 11):
+        plan = jb.plan_buckets(lengths, num_buckets=size, **options)
+        epoch_seconds = jb.report(plan, lengths).epoch_cost
+        total = compile_seconds * len(plan) + 2 * epoch_seconds
+        assert curve.chosen.total_seconds <= total * 1.001
+    auto = jb.plan_buckets(
+        lengths,
+        num_buckets="auto",
+        compile_seconds=compile_seconds,
+        num_epochs=2,
+        **options,
+    )
+    assert len(auto) == curve.chosen.num_buckets or compile_seconds < 1
+
+
+def test_comparing_refuses_plans_of_other_sequences():
+    limits = jb.plan.SequenceLimits(sequences=("a", "b"), max_tokens=99)
+    lengths = {"a": [3, 5], "b": [4, 1]}
+    one = {"mine": jb.BucketPlan.from_shapes([(8, 8)])}
+    with pytest.raises(ValueError, match="lengths have .'a', 'b'.. Pass plans of the"):
+        jb.plan.compare_plans(lengths, limits, others=one)
+    with pytest.raises(ValueError, match="is a Limits. Pass `SequenceLimits`"):
+        jb.plan.compare_plans(lengths, jb.plan.Limits(max_tokens=99))
+    limits = jb.plan.SequenceLimits(
+        sequences=("a", "b"), max_tokens=99, cost_fn=lambda b, t: b * t["a"] + 1
+    )
+    own = jb.BucketPlan.from_shapes([(2, {"a": 8, "b": 4})])
+    comparison = jb.plan.compare_plans(lengths, limits, others={"mine": own})
+    assert comparison["mine"].report.epoch_cost == 2 * 8 + 1
+
+
 # Invalid input
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_buckets": "auto"}, "`num_buckets='auto'` requires examples with one"),
+        ({"num_buckets": "auto"}, "counts tokens, but compile time is measured in sec"),
         ({"boundaries": "quantile"}, "requires examples with one length"),
         ({"boundaries": []}, "`boundaries` is empty"),
         ({"boundaries": [8]}, "Pass a mapping with a T for each"),

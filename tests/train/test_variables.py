@@ -555,9 +555,7 @@ def flax_merged(use_average):
 
 
 @pytest.mark.parametrize("mode", QUICK_MODES)
-@pytest.mark.parametrize(
-    "make", [flax_nnx, flax_linen, flax_inherited, flax_bridged, flax_merged]
-)
+@pytest.mark.parametrize("make", [flax_nnx, flax_linen])
 def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
     tx = optax.sgd(0.1)
     for num_devices, use_average in ((4, False), (4, True), (1, False)):
@@ -573,6 +571,16 @@ def test_batch_normalization_of_the_rows_of_one_device_is_refused(make, mode):
                 ValueError, match="BatchNorm`, whose statistics are.*mode="
             ):
                 step(state, batch)
+
+
+@pytest.mark.parametrize("make", [flax_inherited, flax_bridged, flax_merged])
+def test_batch_normalization_is_found_behind_other_classes(make):
+    mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
+    module, loss, options = make(False)
+    state = jb.create_state(module, tx, mesh, **options)
+    step = jb.make_train_step(loss, tx, mesh, mode="shard_map")
+    with pytest.raises(ValueError, match="BatchNorm`, whose statistics are.*mode="):
+        step(state, on_mesh(make_batch(), mesh))
 
 
 def test_statistics_of_one_device_are_refused_in_evaluation_and_prediction():

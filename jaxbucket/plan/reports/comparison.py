@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths, check_positive
-from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import table_text
-from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.formatting import (
     count_shapes,
     format_cost,
     format_number,
     number_table,
 )
-from jaxbucket.plan.limits import Limits, check_limits, costed
-from jaxbucket.plan.optimal import Optimum
-from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.plan.reports.epoch_report import Report
 
 OPTIMAL = "optimal"
 BY_TOKENS = "optimal by tokens"
@@ -80,7 +71,8 @@ class Comparison:
     Attributes:
       plans: the plans, each with its epoch.
       least_cost: a lower bound of the cost of any plan with one example per row and at
-        most `num_buckets` shapes: the cost of an epoch of full batches.
+        most `num_buckets` shapes: the cost of an epoch of full batches, or for several
+        sequences the bound of `plan_jointly`.
       num_buckets: the maximum number of shapes of a rule's plan.
       exact: whether the optimal plan is proven to be the cheapest plan of at most
         `num_buckets` shapes, remainders included; False if the search ended early.
@@ -117,7 +109,7 @@ class Comparison:
             raise ValueError(
                 f"`plans` have repeated names: {names}. Rename one of them."
             )
-        ordered = _by_cost(plans, self[OPTIMAL].report.real_tokens)
+        ordered = by_cost(plans, self[OPTIMAL].report.real_tokens)
         return dataclasses.replace(self, plans=ordered, note=note)
 
     def with_unit(self, unit: str) -> Comparison:
@@ -157,10 +149,12 @@ class Comparison:
         proof = ""
         if self.exact:
             proof = f" and is proven to be the cheapest plan with {kind}"
+        why = "This bound assumes that every batch is full, so it"
+        if self.plans[0].plan.sequences:
+            why = "This bound"
         return (
-            f"With {kind}, an epoch costs at least {least}. This bound assumes that "
-            "every batch is full, so it cannot always be reached. The optimal plan "
-            f"costs {above:.2%} more{proof}."
+            f"With {kind}, an epoch costs at least {least}. {why} cannot always be "
+            f"reached. The optimal plan costs {above:.2%} more{proof}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,7 +214,7 @@ class Comparison:
         )
 
 
-def _by_cost(
+def by_cost(
     plans: Sequence[ComparedPlan], real_tokens: int
 ) -> tuple[ComparedPlan, ...]:
     """Sorts plans by the cost of an epoch.
@@ -236,84 +230,4 @@ def _by_cost(
                 one.report.epoch_cost,
             ),
         )
-    )
-
-
-def _are_proportional(costs: np.ndarray, tokens: np.ndarray) -> bool:
-    ratios = costs / tokens
-    return bool(np.allclose(ratios, ratios[0], rtol=1e-9, atol=0))
-
-
-@bar_if_slow("Comparing plans")
-def compare_plans(
-    lengths: ArrayLike,
-    limits: Limits,
-    *,
-    num_buckets: int = 8,
-    others: Mapping[str, BucketPlan] | None = None,
-    remainder: Remainder = "cheapest",
-) -> Comparison:
-    """Compares the plans of all rules with your own plans, the cheapest epoch first.
-
-    Example:
-      >>> import numpy as np
-      >>> lengths = np.random.default_rng(0).integers(1, 500, size=1000)
-      >>> comparison = compare_plans(lengths, Limits(max_tokens=4096), num_buckets=4)
-      >>> comparison.plans[0].name, comparison.plans[-1].name
-      ('optimal', 'one shape')
-
-    Args:
-      lengths: `[N]` integers, one per example.
-      limits: the limits of every shape. If they have a `cost_fn` that is not
-        proportional to tokens, the plan that is optimal by tokens is compared too.
-      num_buckets: the maximum number of shapes of each rule's plan.
-      others: name -> a plan to compare with, such as `BucketPlan.from_shapes(...)`.
-      remainder: what happens to examples that do not fill a batch: "cheapest" moves
-        them to longer buckets if that costs less, "promote" always moves them, and
-        "pad" leaves them in batches with empty rows.
-
-    Raises:
-      ValueError: if lengths are empty, not positive integers, or too long for the
-        limits or for one of the `others`; if a name in `others` is the name of a rule;
-        if `remainder` is "drop", because every plan would drop different examples.
-    """
-    lengths = check_lengths(lengths)
-    if remainder == "drop":
-        raise ValueError(
-            "`remainder='drop'` leaves out different examples in every plan, so "
-            "their epochs cannot be compared. Choose a different value, or call "
-            "`report` for each plan."
-        )
-    check_limits(limits)
-    candidates = limits.candidates(lengths)
-    num_buckets = min(check_positive("num_buckets", num_buckets), len(candidates))
-    optimum = Optimum(candidates, num_buckets)
-    chosen = {OPTIMAL: optimum.choice(num_buckets)}
-    by_tokens = dataclasses.replace(limits, cost_fn=None).candidates(lengths)
-    if not _are_proportional(candidates.costs, by_tokens.costs):
-        chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
-    for name, rule in RULES.items():
-        if name != OPTIMAL:
-            chosen[name.replace("_", " ")] = rule(candidates, num_buckets)
-    chosen[ONE_SHAPE] = RULES["quantile"](candidates, 1)
-    plans = {
-        name: limits.plan(candidates.seq_lens[ends]) for name, ends in chosen.items()
-    }
-    for name, plan in (others or {}).items():
-        if name in plans:
-            raise ValueError(
-                f"`others` has a plan {name!r}, which is the name of a rule. Rename it."
-            )
-        plans[name] = costed(plan, limits.cost_fn)
-    options: Any = {"remainder": remainder, "accumulate": limits.accumulate}
-    compared = [
-        ComparedPlan(name, plan, report(plan, lengths, **options))
-        for name, plan in plans.items()
-    ]
-    return Comparison(
-        _by_cost(compared, compared[0].report.real_tokens),
-        # Without `min`, rounding errors could raise the bound above the best plan.
-        min(optimum.steady_cost(num_buckets), candidates.epoch_cost(chosen[OPTIMAL])),
-        num_buckets,
-        optimum.exact and remainder == "cheapest",
     )

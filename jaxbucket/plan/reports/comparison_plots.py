@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import Lengths, lengths_matrix, total_lengths
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import (
@@ -30,23 +32,25 @@ _FEW_DOUBLINGS = 32
 
 def plot_comparison(
     comparison: Comparison,
-    lengths: ArrayLike,
+    lengths: Lengths,
     figure: Figure | SubFigure | None = None,
 ) -> Figure | SubFigure:
     """Plots the ends of every plan's buckets, its padding and its cost.
 
     A histogram above the ends shows how the tokens are spread over lengths.
 
+    If examples have several sequences, T is the sum of their T.
+
     Args:
       comparison: a comparison of plans for the lengths.
-      lengths: `[N]` integers.
+      lengths: `[N]` integers, or sequence name -> `[N]` integers.
       figure: the figure to draw on; by default a new one of `comparison_height`.
 
     Raises:
       ValueError: if the lengths are not valid for the plans.
     """
     plans = comparison.plans
-    real, _ = row_tokens(comparison[OPTIMAL].plan, lengths)
+    real = _real_tokens(comparison[OPTIMAL].plan, lengths)
     if figure is None:
         figure = new_page(10, comparison_height(comparison))
     grid = figure.add_gridspec(
@@ -67,6 +71,13 @@ def plot_comparison(
     key.set_axis_off()
     key.legend(handles=handles, loc="center", ncols=2, frameon=False, fontsize="small")
     return figure
+
+
+def _real_tokens(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
+    """Returns the real tokens of each row."""
+    if isinstance(lengths, Mapping):
+        return total_lengths(lengths_matrix(lengths, plan.sequences))
+    return row_tokens(plan, lengths)[0]
 
 
 def comparison_height(comparison: Comparison) -> float:
@@ -90,11 +101,12 @@ def _draw_tokens(lengths: np.ndarray, ax: Axes, unit: str) -> None:
 def _draw_ends(comparison: Comparison, ax: Axes) -> None:
     plans = comparison.plans
     for index, compared in enumerate(plans):
-        ends = compared.plan.boundaries
+        ends = [bucket.tokens_per_row for bucket in compared.plan.buckets]
         ax.plot(ends, np.full(len(ends), index), "|", color=REAL, ms=11, mew=1.6)
-    longest = max(compared.plan.max_seq_len for compared in plans)
-    shortest = min(int(compared.plan.boundaries[0]) for compared in plans)
-    ax.set(xscale="log", xlabel=f"T of the shapes ({comparison.unit})")
+    longest = max(x.plan.buckets[-1].tokens_per_row for x in plans)
+    shortest = min(x.plan.buckets[0].tokens_per_row for x in plans)
+    what = "sum of all T" if plans[0].plan.sequences else "T"
+    ax.set(xscale="log", xlabel=f"{what} of the shapes ({comparison.unit})")
     ax.set(ylim=(len(plans) - 0.5, -0.5), xlim=(shortest / 1.5, longest * 1.1))
     if longest < _FEW_DOUBLINGS * shortest:
         # A short axis may contain no power of 10.
