@@ -40,10 +40,14 @@ def pytest_collection_finish() -> None:
 def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Lets the processes that tests start compile quickly.
 
-    They share a compilation cache, and have no slow XLA optimizations. The test process
-    itself is not affected: its jax has already read the environment.
+    They share a compilation cache, with those of other workers of pytest-xdist too, and
+    have no slow XLA optimizations. The test process itself is not affected: its jax has
+    already read the environment.
     """
-    folder = tmp_path_factory.mktemp("compiled")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "compiled"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
