@@ -98,7 +98,7 @@ def test_segment_attention_agrees_with_a_mask(seed, is_causal, seq_len):
         assert not x[np.asarray(ids) == 0].any()
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(i, marks=SLOW) for i in range(8, 25))]
 )

@@ -147,7 +147,9 @@ print(jb.measure_lengths([{"x": [1]}] * 9, num_workers=2))
 }
 
 
-@pytest.mark.parametrize("name", UNGUARDED_SCRIPTS)
+@pytest.mark.parametrize(
+    "name", ["measure", pytest.param("load", marks=pytest.mark.exhaustive)]
+)
 def test_a_missing_main_guard_is_reported_once(tmp_path, name):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED_SCRIPTS[name])

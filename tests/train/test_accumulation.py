@@ -130,7 +130,7 @@ def distance(got, want):
         pytest.param("tokens", "jit", 1, marks=EXHAUSTIVE),
         pytest.param("tokens", "shard_map", 1, marks=EXHAUSTIVE),
         pytest.param("examples", "jit", 8, marks=EXHAUSTIVE),
-        ("task", "shard_map", 8),
+        pytest.param("task", "shard_map", 8, marks=EXHAUSTIVE),
     ],
 )
 @pytest.mark.parametrize(
@@ -234,6 +234,7 @@ def test_compiled_and_jitted_steps_agree_and_donate_their_state(mode):
             np.testing.assert_array_equal(a, b)
 
 
+@EXHAUSTIVE
 def test_dropout_differs_between_micro_batches_but_not_between_meshes():
     batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     losses_by_count = {}

@@ -365,6 +365,7 @@ with jb.Processes() as processes:
 """
 
 
+@pytest.mark.exhaustive
 def test_errors_of_one_process_are_raised_in_all(launch, tmp_path):
     folder = tmp_path / "out"
     (folder / "foreign").mkdir(parents=True)

@@ -76,9 +76,8 @@ class BatchStatsTrainState(FlaxTrainState):
     batch_stats: dict
 
 
-@pytest.mark.parametrize(
-    "mode", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_a_linen_model_trains_alike_by_the_library_and_by_an_own_step(mode):
     mesh = jb.data_mesh()
     batches = make_batches(mesh)

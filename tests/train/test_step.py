@@ -196,7 +196,7 @@ def four_devices():
 UNEQUAL = [7, 1, 4, 2, 8, 5]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", only("pmap"))
 @pytest.mark.parametrize(
     ("dtype", "limit"),
     [pytest.param(np.float32, 1e-5, marks=EXHAUSTIVE), (np.float64, 1e-12)],
@@ -613,7 +613,7 @@ def poisoned(params, batch, keys):
     [
         pytest.param("outside", marks=EXHAUSTIVE),
         pytest.param("inside", marks=EXHAUSTIVE),
-        "by work",
+        pytest.param("by work", marks=EXHAUSTIVE),
     ],
 )
 @pytest.mark.parametrize("mode", only("jit"))
@@ -907,7 +907,8 @@ def test_a_tokens_share_of_the_mean_does_not_underflow():
     np.testing.assert_allclose(state.opt_state, 1e-3, rtol=3e-2)
 
 
-@pytest.mark.parametrize("mode", only("jit"))
+@EXHAUSTIVE
+@pytest.mark.parametrize("mode", MODES)
 def test_single_precision_gradients_equal_those_of_the_sum_bit_for_bit(
     mode, monkeypatch
 ):

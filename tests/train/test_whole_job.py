@@ -56,10 +56,8 @@ def test_training_equals_a_plain_loop_over_unpadded_examples(
     assert_equal(results, expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("nnx", "jit"), pytest.param("linen", "shard_map", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "mode"), [("nnx", "jit"), ("linen", "shard_map")])
 def test_two_processes_train_like_the_plain_loop(launch, kind, mode, tmp_path):
     code = f"""
 import sys
