@@ -22,3 +22,4 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.data.token_file_writer import write_token_file
     from jaxbucket.data.uncollate import unbatch
     from jaxbucket.data.workers import load_in_workers
+    from jaxbucket.data.zipped_source import zip_sources

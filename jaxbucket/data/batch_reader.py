@@ -34,6 +34,7 @@ from jaxbucket.data.source import (
     read_example,
 )
 from jaxbucket.data.transform import Transform, apply_transform
+from jaxbucket.data.zipped_source import ZippedSource
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
 
@@ -42,6 +43,8 @@ def padded_features(
     source: Source, schedule: Schedule, sequences: Sequences
 ) -> Sequences:
     """Returns the features to pad, by default those that the source declares."""
+    if sequences is None and isinstance(source, ZippedSource):
+        return source.features
     if (
         sequences is None
         and not schedule.plan.sequences
@@ -76,6 +79,7 @@ class BatchReader:
     pad_value: PadValue
     transform: Transform | None = None
     _row_source: RowSource | None = dataclasses.field(default=None, init=False)
+    _zipped: ZippedSource | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self):
         if len(self.source) != len(self.schedule.lengths):
@@ -100,6 +104,23 @@ class BatchReader:
                 gathers = SpanSource
             if isinstance(self.source, gathers):
                 object.__setattr__(self, "_row_source", self.source)
+        if isinstance(self.source, ZippedSource):
+            self._set_zipped(self.source)
+
+    def _set_zipped(self, source: ZippedSource) -> None:
+        """Lets the source gather whole batches, if it can."""
+        plan, parts = self.schedule.plan, self.schedule.parts
+        if parts is None or list(parts) != list(source.lengths):
+            raise ValueError(
+                f"`source` has the sequences {list(source.lengths)}, but the plan has "
+                f"{list(parts or ())}. Plan with `source.lengths`."
+            )
+        for name, lengths in source.lengths.items():
+            check_measured(lengths, parts[name])
+        packed = self.schedule.max_segments is not None
+        left = () if packed else cast(list[str], plan.truncates_left)
+        if self.transform is None and source.gathers(packed, left):
+            object.__setattr__(self, "_zipped", source)
 
     @functools.cached_property
     def contents(self) -> str:
@@ -121,6 +142,14 @@ class BatchReader:
         packed = self.schedule.max_segments is not None
         truncate = not packed and self.schedule.plan.truncates
         truncate_left = not packed and self.schedule.plan.truncates_left
+        if self._zipped is not None:
+            return self._zipped.collate_sequences(
+                rows,
+                bucket,
+                pad_value=self.pad_value,
+                truncate=cast(list[str], truncate or []),
+                truncate_left=cast(list[str], truncate_left or []),
+            )
         if self._row_source is not None:
             if truncate_left:
                 return self._ends(rows, bucket)
