@@ -88,6 +88,9 @@ class BucketPlan:
             self._set("overlong", PerSequence(self.overlong, "overlong"))
         plan_checks.check_buckets(self)
         plan_checks.check_overlong(self)
+        if isinstance(self.overlong, Mapping) and len(set(self.overlong.values())) == 1:
+            # Equal policies are the same plan, however they were written.
+            self._set("overlong", next(iter(self.overlong.values())))
         if not isinstance(self.packed, bool):
             raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         if not isinstance(self.cost_unit, str):

@@ -171,6 +171,15 @@ def test_the_fingerprint_changes_with_every_field():
     assert len({plan.fingerprint for plan in plans}) == len(plans)
 
 
+def test_equal_policies_of_all_sequences_are_one_policy():
+    plans = [
+        BucketPlan((Bucket(8, {"a": 4, "b": 8}),), 1024, overlong=overlong)
+        for overlong in ("drop", {"a": "drop", "b": "drop"})
+    ]
+    assert plans[0] == plans[1] and plans[0].fingerprint == plans[1].fingerprint
+    assert BucketPlan.from_json(plans[1].to_json()) == plans[0]
+
+
 def test_every_truncated_json_is_refused():
     text = PLAN.to_json()
     for size in range(len(text)):

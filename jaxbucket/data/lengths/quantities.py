@@ -63,6 +63,8 @@ def _parse_length(value: Any) -> int | None:
         length = operator.index(value)
     except TypeError:
         return None
+    if isinstance(value, bool):
+        return None
     return length if 1 <= length <= MAX_LENGTH else None
 
 

@@ -407,3 +407,8 @@ def test_the_file_name_of_the_default_is_stable(tmp_path):
     measure_lengths(source, cache=tmp_path, progress=False)
     (path,) = tmp_path.glob("lengths-*.npy")
     assert path.name == "lengths-ac1f9cb8d1aa5d0b61e699e0e7a314b0.npy"
+
+
+def test_a_bool_is_not_a_length():
+    with pytest.raises(ValueError, match="has length True, which is not an integer"):
+        measure_lengths([{"x": [1]}], length_fn=lambda x: True, progress=False)
