@@ -20,6 +20,7 @@ from jaxbucket.data.example import (
     as_arrays,
     copy_features,
     example_lengths,
+    features_by_sequence,
 )
 from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.source import (
@@ -115,6 +116,7 @@ class BatchReader:
                 f"`source` has the sequences {list(source.lengths)}, but the plan has "
                 f"{list(parts or ())}. Plan with `source.lengths`."
             )
+        source.check_features(features_by_sequence(self.sequences, list(parts)))
         for name, lengths in source.lengths.items():
             check_measured(lengths, parts[name])
         packed = self.schedule.max_segments is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from jaxbucket.base.padding import PadValue
 from jaxbucket.data.example import as_arrays, matching_arrays
 from jaxbucket.data.row_checks import check_rows
 from jaxbucket.data.source import RowSource, Source, SpanSource, fingerprints
+from jaxbucket.data.zipped_source import ZippedSource, zip_sources
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
@@ -40,6 +41,10 @@ def concatenate(sources: Sequence[Source]) -> Source:
     sources = list(sources)
     if not sources:
         raise ValueError("`sources` is empty. Pass at least one source.")
+    zipped = [source for source in sources if isinstance(source, ZippedSource)]
+    if len(zipped) == len(sources):
+        columns = zip(*(source.sources for source in zipped), strict=True)
+        return zip_sources([cast(RowSource, concatenate(x)) for x in columns])
     gathering = [source for source in sources if isinstance(source, RowSource)]
     if len(gathering) < len(sources):
         return _Concatenation(sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -70,9 +70,14 @@ def zip_sources(sources: Sequence[RowSource]) -> ZippedSource:
 
 
 class ZippedSource:
-    """Examples with the features of several sources, as created by `zip_sources`."""
+    """Examples with the features of several sources, as created by `zip_sources`.
+
+    Attributes:
+      sources: the sources, one for each sequence.
+    """
 
     def __init__(self, sources: Sequence[RowSource]):
+        self.sources = list(sources)
         self._sources = {source.sequences[0]: source for source in sources}
         self._dtypes = {
             name: as_arrays(source[0])[name].dtype
@@ -94,14 +99,24 @@ class ZippedSource:
     @property
     def fingerprint(self) -> str:
         """A digest of the fingerprints of the sources."""
-        return digest(fingerprints(list(self._sources.values())).encode())
+        return digest(fingerprints(self.sources).encode())
 
     def __len__(self) -> int:
-        return len(next(iter(self._sources.values())))
+        return len(self.sources[0])
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        examples = (source[index] for source in self._sources.values())
+        examples = (source[index] for source in self.sources)
         return {name: value for x in examples for name, value in x.items()}
+
+    def check_features(self, features: Mapping[str, Sequence[str]]) -> None:
+        """Raises a ValueError if the features of the sequences are others."""
+        if {x: set(y) for x, y in features.items()} != {
+            x: set(y) for x, y in self.features.items()
+        }:
+            raise ValueError(
+                f"`sequences={dict(features)}`, but the source has {self.features}. "
+                "Remove `sequences`, or write the files with these sequences."
+            )
 
     def gathers(self, packed: bool, left: Collection[str]) -> bool:
         """Returns whether all batches of a schedule can be gathered.

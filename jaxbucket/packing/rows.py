@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_integer,
@@ -23,14 +24,14 @@ from jaxbucket.base.checks import (
     split_line,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, check_parts
+from jaxbucket.base.lengths import Lengths, check_parts, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
-from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.row_patterns import choose_fuller, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (
     MAX_ROW,
-    check_capacities,
+    check_shapes,
     count_kinds,
     group_kinds,
 )
@@ -125,9 +126,12 @@ class Packing:
     def fill(self) -> float:
         """The share of all positions, padding included, that hold a token."""
         seq_lens = np.array([total(x) for x in self.seq_lens])
-        rows = np.bincount(np.searchsorted(seq_lens, self._row_tokens))
-        positions = rows @ seq_lens[: len(rows)]
-        return float(self._row_tokens.sum() / positions)
+        lengths, shapes = self._row_tokens[:, None], seq_lens[:, None]
+        if self.slot_parts is not None:
+            lengths = lengths_matrix(self.row_lengths, self.sequences)
+            shapes = np.array([list(cast(Sizes, x).values()) for x in self.seq_lens])
+        available = seq_lens[cheapest(lengths, shapes, seq_lens)].sum()
+        return float(self._row_tokens.sum() / available)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -152,7 +156,7 @@ class Packing:
 @bar_if_slow("Packing")
 def pack(
     lengths: Lengths,
-    max_seq_len: int | Sequence[int] | Mapping[str, int],
+    max_seq_len: int | Sequence[int] | Mapping[str, int] | Sequence[Mapping[str, int]],
     *,
     max_segments_per_row: int | None = None,
     padded_up_to: int = 0,
@@ -169,11 +173,11 @@ def pack(
     With several values of T, a new row gets the shortest T that its longest example
     fits. Shorter examples then fill up the rows of any T.
 
-    Examples with several sequences, such as inputs and targets, are packed into rows of
-    a single shape. A row has a capacity for each sequence, and the n-th segments of all
-    sequences belong to the same example. The packing time then depends on the number of
-    distinct combinations of lengths. Up to 100,000 examples are also packed by a second
-    packer, from a pool of examples.
+    Examples may have several sequences, such as inputs and targets. A row then has a
+    capacity for each sequence, and the n-th segments of all sequences belong to the
+    same example. The packing time then depends on the number of distinct combinations
+    of lengths. Up to 100,000 examples are also packed by a second packer, from a pool
+    of examples, if all rows have one shape.
 
     Example:
       >>> pack([3, 5, 2, 4, 6], max_seq_len=(4, 8))
@@ -182,11 +186,15 @@ def pack(
       >>> packing = pack(lengths, {"inputs": 8, "targets": 4})
       >>> packing.seq_lens, packing.num_rows
       (({'inputs': 8, 'targets': 4},), 2)
+      >>> shapes = [{"inputs": 4, "targets": 4}, {"inputs": 8, "targets": 4}]
+      >>> pack({"inputs": [3, 7, 1], "targets": [1, 4, 3]}, shapes)
+      Packing(3 examples in 2 rows of 8, 12, fill 95.0%)
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
       max_seq_len: T of the rows, or several in increasing order; or sequence name ->
-        tokens of this sequence that a row can hold.
+        tokens of this sequence that a row can hold, or several such mappings, by
+        increasing sum, of which the last one is the longest in every sequence.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
       padded_up_to: examples up to this length get rows of their own.
@@ -203,13 +211,13 @@ def pack(
     up_to = min(check_integer("padded_up_to", padded_up_to), MAX_LENGTH)
     if up_to < 0:
         raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
-    if isinstance(lengths, Mapping) or isinstance(max_seq_len, Mapping):
+    if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
         _check_both(lengths, max_seq_len, up_to)
         return _pack_sequences(
-            cast(Mapping, lengths), cast(Mapping, max_seq_len), max_segments_per_row
+            cast(Mapping, lengths), max_seq_len, max_segments_per_row
         )
     lengths = check_lengths(lengths)
-    seq_lens = check_seq_lens(max_seq_len)
+    seq_lens = check_seq_lens(cast(Any, max_seq_len))
     values, counts = value_counts(lengths)
     check_longest(lengths, seq_lens[-1])
     patterns = row_patterns(values, counts, seq_lens, cap, up_to)
@@ -217,40 +225,55 @@ def pack(
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
 
+def _has_sequences(max_seq_len: Any) -> bool:
+    """Returns whether T is a mapping, or a list of mappings."""
+    if isinstance(max_seq_len, Sequence) and not isinstance(max_seq_len, str):
+        return any(isinstance(x, Mapping) for x in max_seq_len)
+    return isinstance(max_seq_len, Mapping)
+
+
 def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
-    for name, value in (("lengths", lengths), ("max_seq_len", max_seq_len)):
-        if not isinstance(value, Mapping):
+    checked = (("lengths", lengths, isinstance(lengths, Mapping)),)
+    checked += (("max_seq_len", max_seq_len, _has_sequences(max_seq_len)),)
+    for name, value, is_mapping in checked:
+        if not is_mapping:
             raise ValueError(
                 f"`{name}={value!r}` is not a mapping, but the other argument is. For "
                 "several sequences, pass lengths and capacities by sequence name."
             )
     if padded_up_to:
         raise ValueError(
-            f"`padded_up_to={padded_up_to}` requires examples with one sequence, "
-            "because rows of several sequences have a single shape. Remove it."
+            f"`padded_up_to={padded_up_to}` requires examples with one sequence. "
+            "Remove it."
         )
 
 
 def _pack_sequences(
     lengths: Mapping[str, ArrayLike],
-    max_seq_len: Mapping[str, int],
+    max_seq_len: Any,
     max_segments_per_row: int | None,
 ) -> Packing:
     """Returns the packing of examples with several sequences."""
     parts = check_parts(lengths)
-    capacities = check_capacities(max_seq_len, parts)
-    rooms = list(capacities.values())
+    capacities = check_shapes(max_seq_len, parts)
+    shapes = np.array([list(x.values()) for x in capacities])
+    rooms = shapes[-1].tolist()
     cap = check_cap(max_segments_per_row)
     kinds, counts = count_kinds(np.stack(list(parts.values()), axis=1), rooms)
     groups, sizes, members = group_kinds(kinds, counts, rooms, _MAX_KINDS)
-    fitted = fit_sequences(groups, sizes, rooms, cap)
-    rows = _num_rows(fitted)
-    patterns = choose_fuller(
-        fitted,
-        functools.partial(pooled_rows, groups, sizes, rooms, cap, fewer_than=rows),
-        _num_rows,
-        int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
+    # A small shape may not pay off.
+    choices = (
+        fit_sequences(groups, sizes, shapes[i:], cap) for i in range(len(shapes))
     )
+    patterns = min(choices, key=positions)
+    if len(shapes) == 1:
+        rows = _num_rows(patterns)
+        patterns = choose_fuller(
+            patterns,
+            functools.partial(pooled_rows, groups, sizes, rooms, cap, fewer_than=rows),
+            _num_rows,
+            int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
+        )
     slots = _slots(patterns)
     # The slots of a group are assigned to its members in order.
     order = np.argsort(slots, kind="stable")
@@ -258,7 +281,7 @@ def _pack_sequences(
     slot_parts = kinds[slots]
     fits = int((np.array(rooms) // kinds.min(axis=0)).min())
     return Packing(
-        (Sizes(capacities),),
+        tuple(map(Sizes, capacities)),
         slot_parts.sum(axis=1, dtype=np.int32),
         *_segments(patterns, max_segments_per_row, fits),
         slot_parts,

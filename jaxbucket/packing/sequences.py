@@ -65,6 +65,36 @@ def check_capacities(
     return checked
 
 
+def check_shapes(
+    max_seq_len: Any, parts: Mapping[str, np.ndarray] | None = None
+) -> tuple[dict[str, int], ...]:
+    """Returns the tokens of each sequence that the rows of each shape can hold.
+
+    Args:
+      max_seq_len: sequence name -> tokens, or several such mappings.
+      parts: sequence name -> `[N]` lengths, which must fit the last shape.
+
+    Raises:
+      ValueError: if `check_capacities` refuses a shape, or several are not increasing:
+        each with a larger sum, and the last one the longest in every sequence.
+    """
+    if isinstance(max_seq_len, Mapping):
+        return (check_capacities(max_seq_len, parts),)
+    empty = None if parts is None else {x: y[:0] for x, y in parts.items()}
+    shapes = [check_capacities(x, empty) for x in max_seq_len]
+    if not shapes:
+        raise ValueError("`max_seq_len` is empty. Pass the T of at least one row.")
+    totals = [sum(shape.values()) for shape in shapes]
+    longest = {x: max(shape[x] for shape in shapes) for x in shapes[-1]}
+    if sorted(set(totals)) != totals or shapes[-1] != longest:
+        raise ValueError(
+            f"`max_seq_len` has the shapes {shapes}. Pass them by increasing sum, the "
+            "last one with the longest T of every sequence."
+        )
+    check_capacities(shapes[-1], parts)
+    return tuple(shapes)
+
+
 def count_kinds(
     lengths: np.ndarray, capacities: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -25,27 +25,32 @@ _WHOLE = 1 << 20
 
 
 def fit_sequences(
-    kinds: np.ndarray, counts: np.ndarray, capacities: Sequence[int], cap: int
+    kinds: np.ndarray, counts: np.ndarray, shapes: np.ndarray, cap: int
 ) -> list[Pattern]:
     """Returns the rows of best fit decreasing, whose slots are kinds.
 
+    A new row has the first shape that holds its first kind. Kinds that need the last
+    shape come first, so smaller ones fill up the rows of any shape.
+
     Args:
-      kinds: `[V, Q]` lengths of the sequences of each kind, at most `capacities`.
+      kinds: `[V, Q]` lengths of the sequences of each kind, which the last shape holds.
       counts: `[V]` integers, the number of examples of each kind.
-      capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
+      shapes: `[K, Q]` integers, the tokens of each sequence that a row can hold, by
+        increasing sum.
       cap: the maximum number of slots in a row.
     """
-    shares, _ = row_shares(kinds, capacities)
+    needed = (kinds[:, None] <= shapes).all(axis=2).argmax(axis=1)
+    shares = kinds.astype(np.int64) * _WHOLE // shapes[needed]
     # The sequence with the most distinct lengths comes first, because few rows have the
     # same room for it.
-    order = sorted(range(len(capacities)), key=lambda i: -len(np.unique(kinds[:, i])))
+    order = sorted(range(shapes.shape[1]), key=lambda i: -len(np.unique(kinds[:, i])))
     needs = kinds[:, order].tolist()
-    whole = tuple(capacities[i] for i in order)
-    rooms = _Rooms(whole, cap)
+    wholes = [tuple(shape) for shape in shapes[:, order].tolist()]
+    rooms = _Rooms(wholes[-1], cap)
     packed: list[_Rows] = []
-    largest = np.lexsort((-shares.sum(axis=1), -shares.max(axis=1)))
+    largest = np.lexsort((-shares.sum(axis=1), -shares.max(axis=1), -needed))
     for kind in largest.tolist():
-        need, left = needs[kind], int(counts[kind])
+        need, left, whole = needs[kind], int(counts[kind]), wholes[needed[kind]]
         while left:
             rows = rooms.take_tightest(need) or OpenRows(sum(whole), whole, left)
             times = min(cap - rows.segments, left)

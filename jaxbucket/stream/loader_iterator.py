@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -38,7 +37,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
     def _start(self) -> None:
         self._iterator: Any = None
         self._ended = False
-        self._pending: list[Any] = []
+        self._pending: Sequence[Any] = []
         self._num_elements = 0
         self._num_examples = 0
         self._checksum = 0
@@ -50,31 +49,26 @@ class LoaderIterator(grain.DatasetIterator[Any]):
 
     def __next__(self) -> Any:
         while True:
-            example = self._next_example()
+            while self._num_taken == len(self._pending):
+                self._read_element()
+            example = self._pending[self._num_taken]
             index = self._num_examples
+            # An example that cannot be converted has been read, too.
+            self._num_taken += 1
             self._num_examples += 1
             if index % self._dataset.num_parts in self._dataset.parts:
-                return example
+                return self._dataset.example(example)
 
-    def _next_example(self) -> Any:
-        while self._num_taken == len(self._pending):
-            if self._dataset.batched:
-                self._before = self.get_state()
-            element, index = self._next_element(), self._num_elements
-            # An element that cannot be converted has been read, too.
-            self._num_elements += 1
-            self._pending, self._num_taken = [], 0
-            self._pending = self._converted(element, index)
-        self._num_taken += 1
-        return self._pending[self._num_taken - 1]
-
-    def _converted(self, element: Any, index: int) -> list[Any]:
-        """Returns the examples of an element, and adds some to the checksum."""
-        examples = list(self._dataset.examples(element))
+    def _read_element(self) -> None:
+        """Reads the next element of the loader, an example or a batch of them."""
+        if self._dataset.batched:
+            self._before = self.get_state()
+        element, index = self._next_element(), self._num_elements
+        self._num_elements += 1
+        self._pending, self._num_taken = [], 0
         if _is_compared(index):
-            for example in examples:
-                self._checksum = checksum_after(self._checksum, example)
-        return examples
+            self._checksum = checksum_after(self._checksum, element)
+        self._pending = self._dataset.split(element)
 
     def _next_element(self) -> Any:
         # `StatefulDataLoader` would begin another epoch at its last state.
@@ -115,7 +109,11 @@ class LoaderIterator(grain.DatasetIterator[Any]):
     def get_state(self) -> dict[str, Any]:
         """Returns the state, which is JSON serializable."""
         if self._num_taken < len(self._pending):
-            return {**copy.deepcopy(self._before), "taken": self._num_taken}
+            return {
+                **copy.deepcopy(self._before),
+                "taken": self._num_taken,
+                "batch": checksum_after(0, self._pending),
+            }
         return {
             "elements": self._num_elements,
             "examples": self._num_examples,
@@ -142,43 +140,45 @@ class LoaderIterator(grain.DatasetIterator[Any]):
             self._ended = True
         elif state["loader"] is None or self._dataset.resume == "replay":
             self._skip(state["elements"], state["ended"])
-            self._check_same(state["checksum"])
+            self._check_same(self._checksum, state["checksum"])
         else:
             self._restored = copy.deepcopy(state["loader"])
             self._opened()
         self._checksum = state["checksum"]
         self._num_elements = state["elements"]
         self._num_examples = state["examples"]
-        for _ in range(state["taken"]):
-            self._next_example()
-            self._num_examples += 1
+        if state["taken"]:
+            self._continue_batch(state["taken"], state["batch"])
+
+    def _continue_batch(self, num_taken: int, checksum: int) -> None:
+        """Reads the batch again of which some examples had been taken."""
+        try:
+            self._read_element()
+        except StopIteration:
+            raise _other_length("fewer", self._num_elements + 1) from None
+        self._check_same(checksum_after(0, self._pending), checksum)
+        self._num_taken = num_taken
+        self._num_examples += num_taken
 
     def _skip(self, num_elements: int, is_end: bool) -> None:
         """Reads the elements that were read before, and checks their number."""
         num_skipped = 0
         for element in itertools.islice(self._opened(), num_elements):
             if _is_compared(num_skipped):
-                # An element that could not be converted was skipped before, too.
-                with contextlib.suppress(Exception):
-                    self._converted(element, num_skipped)
+                self._checksum = checksum_after(self._checksum, element)
             num_skipped += 1
-        is_shorter, is_longer = num_skipped < num_elements, False
-        if is_end and not is_shorter:
-            is_longer = next(self._opened(), None) is not None
-            self._ended = True
-        if is_shorter or is_longer:
-            raise ValueError(
-                f"`loader` has {'fewer' if is_shorter else 'more'} than "
-                f"{num_elements} elements, which it had yielded before. It must yield "
-                "the same examples again."
-            )
+        if num_skipped < num_elements:
+            raise _other_length("fewer", num_elements)
+        if is_end and next(self._opened(), None) is not None:
+            raise _other_length("more", num_elements)
+        self._ended = is_end
 
-    def _check_same(self, checksum: int) -> None:
-        """Raises a ValueError if other elements were skipped than had been read."""
-        if self._checksum != checksum:
+    def _check_same(self, checksum: int, expected: int) -> None:
+        """Raises a ValueError if other elements were read than before."""
+        if checksum != expected:
             raise ValueError(
-                "`loader` yields other examples than before the state was saved, or "
-                "the same ones in another order. It must yield the same examples "
+                "`loader` yields other elements than before the state was saved, or "
+                "the same ones in another order. It must yield the same elements "
                 "again: give it a fixed seed."
             )
 
@@ -213,6 +213,13 @@ class LoaderIterator(grain.DatasetIterator[Any]):
 
 def _is_compared(index: int) -> bool:
     return index < _COMPARED or index % _COMPARED == 0
+
+
+def _other_length(change: str, num_elements: int) -> ValueError:
+    return ValueError(
+        f"`loader` has {change} than {num_elements} elements, which it had yielded "
+        "before. It must yield the same elements again."
+    )
 
 
 def rejected(loader: Any, error: Exception) -> ValueError:

@@ -16,42 +16,65 @@ def check_not_batched(loader: Any) -> None:
     Example:
       >>> check_not_batched([{"tokens": [7, 3]}])
     """
-    if size := _torch_batch_size(loader) or _grain_batch(loader) or _hf_batch(loader):
+    how = (
+        _torch_batch(loader)
+        or _grain_batch(loader)
+        or _hf_batch(loader)
+        or _hf_batch(getattr(loader, "dataset", None))
+    )
+    if how:
         raise ValueError(
-            f"`loader` is a {type(loader).__name__} that makes batches, {size}, so "
+            f"`loader` is a {type(loader).__name__} that makes batches, {how}, so "
             "each would count as one example. Pass `batched=True`, with PyTorch also "
-            "`collate_fn=list`, or do not make batches (PyTorch: `batch_size=None`). "
-            "If a batch is an example, pass `batched=False`, or convert it by "
-            "`to_example`."
+            "`collate_fn=list`, or do not make batches (PyTorch: `batch_size=None` "
+            "without a `batch_sampler`). If a batch is an example, pass "
+            "`batched=False`, or convert it by `to_example`."
         )
 
 
-def _torch_batch_size(loader: Any) -> str | None:
-    """Returns the batch size of a `DataLoader` of PyTorch that makes batches."""
+def _torch_batch(loader: Any) -> str | None:
+    """Returns how a `DataLoader` of PyTorch makes batches."""
     collate = getattr(loader, "collate_fn", None)
-    if collate is None or getattr(loader, "batch_sampler", None) is None:
+    sampler = getattr(loader, "batch_sampler", None)
+    if collate is None or sampler is None:
         return None
-    size = getattr(loader, "batch_size", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     # With a batch size of 1, another function usually returns the single example.
-    is_default = getattr(collate, "__name__", None) == "default_collate"
-    return f"`batch_size={size}`" if is_default or size != 1 else None
+    if size == 1 and getattr(collate, "__name__", None) != "default_collate":
+        return None
+    return "by its `batch_sampler`" if size is None else f"`batch_size={size}`"
 
 
 def _grain_batch(loader: Any) -> str | None:
-    """Returns the operation of a `grain.DataLoader` that makes batches."""
+    """Returns how a loader or a dataset of Grain makes batches."""
     for operation in getattr(loader, "_operations", ()):
         if type(operation).__name__ in ("Batch", "BatchOperation"):
             return f"`{operation}`"
-    return None
+    while type(loader).__name__ in _GRAIN_PREFETCHES and loader.parents:
+        (loader,) = loader.parents
+    is_batch = type(loader).__name__ in ("BatchMapDataset", "BatchIterDataset")
+    return "by its `batch`" if is_batch else None
 
 
-def _hf_batch(loader: Any) -> str | None:
-    """Returns the batch size of a streaming dataset of Hugging Face with batches."""
-    for step in _steps(loader):
+# Datasets that yield the elements of another one.
+_GRAIN_PREFETCHES = {
+    "PrefetchIterDataset",
+    "MultiprocessPrefetchIterDataset",
+    "ThreadPrefetchIterDataset",
+}
+
+
+def _hf_batch(dataset: Any) -> str | None:
+    """Returns how a streaming dataset of Hugging Face makes batches."""
+    for step in _steps(dataset):
         function = getattr(step, "function", None)
-        # The functions of `IterableDataset.batch`.
-        if getattr(function, "__name__", "") in ("_batch_fn", "_batch_arrow_table"):
-            return f"`batch_size={step.batch_size}`"
+        if function is None:
+            continue
+        # The functions of `IterableDataset.batch`; later functions may undo it.
+        names = ("_batch_fn", "_batch_arrow_table")
+        is_own = getattr(function, "__module__", "").startswith("datasets.")
+        is_batch = is_own and getattr(function, "__name__", "") in names
+        return f"`batch_size={step.batch_size}`" if is_batch else None
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import grain
@@ -214,26 +214,29 @@ class LoaderDataset(grain.IterDataset[Any]):
             if is_hugging_face(dataset):
                 dataset.load_state_dict(None)  # pyright: ignore
 
-    def examples(self, element: Any) -> Iterator[Any]:
-        """Yields the examples of what the loader yields, as numpy arrays."""
+    def split(self, element: Any) -> Sequence[Any]:
+        """Returns the examples of what the loader yields, which are not converted."""
         if not self.batched:
-            yield self._example(element)
-        elif isinstance(element, list | tuple):
+            return [element]
+        if isinstance(element, list | tuple):
             check_examples(element)
-            for example in element:
-                yield self._example(example)
-        elif isinstance(element, Mapping):
-            for row in range(num_rows(element, self._ragged)):
-                yield self._example({name: x[row] for name, x in element.items()})
-        else:
-            raise ValueError(
-                f"`loader` yields a {type(element).__name__}, but with `batched=True` "
-                "it must yield lists of examples, or dicts of arrays."
-            )
+            return element
+        if isinstance(element, Mapping):
+            rows = range(num_rows(element, self._ragged))
+            return [{name: x[row] for name, x in element.items()} for row in rows]
+        raise ValueError(
+            f"`loader` yields a {type(element).__name__}, but with `batched=True` "
+            "it must yield lists of examples, or dicts of arrays."
+        )
 
-    def _example(self, element: Any) -> Any:
+    def example(self, element: Any) -> Any:
+        """Returns an example after `to_example`, with numpy arrays."""
         if self.to_example is not None:
-            element = self.to_example(element)
+            try:
+                element = self.to_example(element)
+            except StopIteration as error:
+                # It would look like the end of the loader.
+                raise RuntimeError("`to_example` raised StopIteration.") from error
         if isinstance(element, Mapping):
             return {name: to_numpy(value) for name, value in element.items()}
         return element

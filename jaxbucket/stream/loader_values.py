@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import io
 import zlib
@@ -153,27 +154,43 @@ def _decoded_array(content: str) -> Any:
     return array[()]
 
 
-def checksum_after(checksum: int, example: Any) -> int:
-    """Returns the checksum of the examples before, and of the values of this one.
+def checksum_after(checksum: int, element: Any) -> int:
+    """Returns the checksum of the elements before, and of the values of this one.
+
+    Objects of unknown types count by their type only, because reading them may take
+    long, and their bytes may differ between runs.
 
     Example:
       >>> checksum_after(0, {"text": "a"}) == checksum_after(0, {"text": "b"})
       False
     """
-    values = example if isinstance(example, Mapping) else {"": example}
-    for name in sorted(values, key=str):
-        checksum = zlib.crc32(_bytes_of(values[name]), checksum)
-        checksum = zlib.crc32(str(name).encode(), checksum)
-    return checksum
+    if isinstance(element, Mapping):
+        for name in sorted(element, key=str):
+            checksum = checksum_after(checksum, str(name))
+            checksum = checksum_after(checksum, element[name])
+        return checksum
+    if isinstance(element, list | tuple) and not _are_numbers(element):
+        for value in element:
+            checksum = checksum_after(checksum, value)
+        return checksum
+    return zlib.crc32(_bytes_of(element), checksum)
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(x, int | float) for x in values)
 
 
 def _bytes_of(value: Any) -> bytes:
-    """Returns the bytes of a text or of numbers; of other objects, their type."""
     if isinstance(value, str):
         return value.encode(errors="surrogatepass")
-    try:
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, list | tuple | int | float | np.generic | np.ndarray):
         array = np.asarray(value)
-    except ValueError:  # Ragged lists.
-        return type(value).__name__.encode()
-    # The bytes of objects may differ between runs.
-    return b"" if array.dtype.hasobject else array.tobytes()
+        if not array.dtype.hasobject:
+            return array.tobytes()
+    tensor: Any = value
+    if type(tensor).__module__.startswith("torch"):
+        with contextlib.suppress(Exception):
+            return to_numpy(tensor.detach()).tobytes()
+    return type(value).__name__.encode()

@@ -197,7 +197,8 @@ def checked_loss(
             "rngs=key)`), instead of from the model's `nnx.Rngs`."
         ) from error
     except ScopeCollectionNotFound as error:
-        if not isinstance(model, Mapping) or "params" in model:
+        missing = 'collection "params"' in str(error)
+        if not missing or not isinstance(model, Mapping) or "params" in model:
             raise
         raise ValueError(
             "`loss_fn` calls a Linen module with variables that have no collection "

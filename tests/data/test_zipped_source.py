@@ -120,6 +120,14 @@ def test_hosts_gather_parts_of_the_same_batches(zipped):
             jax.tree.map(np.testing.assert_array_equal, joined, batch)
 
 
+def test_zipped_sources_are_concatenated(zipped):
+    both = jb.data.concatenate([zipped, zipped])
+    lengths = {name: np.tile(x, 2) for name, x in LENGTHS.items()}
+    plan = jb.plan_buckets(lengths, max_tokens=600)
+    schedule = jb.BatchSchedule(plan, lengths, seed=1)
+    assert_same_batches(both, [*PAIRS, *PAIRS], schedule)
+
+
 def test_files_that_do_not_match_are_refused(tmp_path, zipped):
     def write(name, examples):
         return jb.data.write_token_file(tmp_path / name, examples)
@@ -137,6 +145,15 @@ def test_files_that_do_not_match_are_refused(tmp_path, zipped):
     schedule = jb.BatchSchedule(plan, LENGTHS["source"])
     with pytest.raises(ValueError, match=r"but the plan has \[\]. Plan with `source.l"):
         jb.batch_dataset(zipped, schedule)
+    plan = jb.plan_buckets(LENGTHS, max_tokens=600)
+    schedule = jb.BatchSchedule(plan, LENGTHS)
+    for sequences in (SEQUENCES, None):
+        jb.batch_dataset(zipped, schedule, sequences=sequences)
+    for source in (["nope"], ["source"]):
+        with pytest.raises(ValueError, match="but the source has {.*Remove `sequences"):
+            jb.batch_dataset(
+                zipped, schedule, sequences={"source": source, "target": ["target"]}
+            )
     changed = {**LENGTHS, "target": LENGTHS["target"] + 1}
     plan = jb.plan_buckets(changed, max_tokens=600)
     with pytest.raises(ValueError, match="The data changed since it was measured"):

@@ -120,8 +120,8 @@ def test_both_packers_hold_every_kind_within_the_capacities(seed):
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     rooms = list(capacities.values())
     rows = []
-    for packer in (fit_sequences, pooled_rows):
-        patterns = packer(kinds, counts, rooms, cap or 10**6)
+    for packer, room in ((fit_sequences, np.array([rooms])), (pooled_rows, rooms)):
+        patterns = packer(kinds, counts, room, cap or 10**6)
         slots = np.concatenate([np.tile(np.array(x.slots), x.rows) for x in patterns])
         assert np.bincount(slots, minlength=len(kinds)).tolist() == counts.tolist()
         for pattern in patterns:
@@ -171,14 +171,66 @@ def test_one_sequence_is_packed_like_best_fit():
     lengths = np.random.default_rng(0).integers(1, 60, 500)
     values, counts = value_counts(lengths)
     plain = sum(x.rows for x in best_fit(values, counts, [100], 10**6))
-    patterns = fit_sequences(values[:, None], counts, [100], 10**6)
+    patterns = fit_sequences(values[:, None], counts, np.array([[100]]), 10**6)
     assert sum(x.rows for x in patterns) == plain
 
 
-@pytest.mark.parametrize("seed", seeds(15, 40))
-def test_unbatch_returns_every_example_once_per_epoch(seed):
+def smaller_shapes(seed, capacities):
+    """Returns shapes by increasing sum, the given one last."""
+    rng = np.random.default_rng([seed, 1])
+    whole = np.array(list(capacities.values()))
+    shapes = np.maximum(1, (whole * rng.choice([0.3, 0.6, 1.0], (3, len(whole)))))
+    shapes = {int(x.sum()): x.tolist() for x in shapes.astype(int)}
+    shapes.pop(int(whole.sum()), None)
+    small = [dict(zip(capacities, shapes[x], strict=True)) for x in sorted(shapes)]
+    return [*small, capacities]
+
+
+@pytest.mark.parametrize("seed", seeds(25, 80))
+def test_rows_of_several_shapes_hold_every_example(seed):
     lengths, capacities, cap = pairs_problem(seed)
-    schedule = make_schedule(lengths, capacities, seed=seed, max_segments_per_row=cap)
+    shapes = smaller_shapes(seed, capacities)
+    packing = jb.packing.pack(lengths, shapes, max_segments_per_row=cap)
+    assert packing.seq_lens == tuple(shapes)
+    given = np.stack(list(lengths.values()), axis=1)
+    assert sorted(packing.slot_parts.tolist()) == sorted(given.tolist())
+    rows = np.stack(list(packing.row_lengths.values()), axis=1)
+    sizes = np.array([list(x.values()) for x in shapes])
+    # Each row has the first shape that holds it, so no row is larger than it must be.
+    held = (rows[:, None] <= sizes).all(axis=2)
+    assert held.any(axis=1).all()
+    positions = sizes.sum(axis=1)[held.argmax(axis=1)].sum()
+    assert packing.fill == rows.sum() / positions
+    assert packing.row_segments.max() <= packing.max_segments <= (cap or len(given))
+    # Every row that has one example alone, if no smaller shape holds it, needs it.
+    plan = jb.BucketPlan.from_shapes([(4, x) for x in shapes])
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
+    filled = [x.rows[x.rows >= 0] for x in (schedule[i] for i in range(len(schedule)))]
+    assert sorted(np.concatenate(filled)) == list(range(len(given)))
+
+
+def test_several_shapes_need_fewer_positions():
+    rng = np.random.default_rng(0)
+    lengths = {"a": rng.integers(1, 20, 400), "b": rng.integers(1, 20, 400)}
+    lengths["a"][:20] = 200
+    large = {"a": 256, "b": 32}
+    one = jb.packing.pack(lengths, large)
+    two = jb.packing.pack(lengths, [{"a": 32, "b": 32}, large])
+    assert two.fill > 0.9 > 0.4 > one.fill
+    # A shape that almost all examples fill alone is not used.
+    lengths["a"][:20] = 20
+    useless = jb.packing.pack(lengths, [{"a": 20, "b": 20}, {"a": 256, "b": 256}])
+    assert useless.fill > 0.9
+
+
+@pytest.mark.parametrize(
+    "several", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("seed", seeds(15, 40))
+def test_unbatch_returns_every_example_once_per_epoch(seed, several):
+    lengths, capacities, cap = pairs_problem(seed)
+    shapes = smaller_shapes(seed, capacities) if several else capacities
+    schedule = make_schedule(lengths, shapes, seed=seed, max_segments_per_row=cap)
     source = make_source(lengths)
     groups = make_groups(lengths)
     first = {}
@@ -194,8 +246,8 @@ def test_unbatch_returns_every_example_once_per_epoch(seed):
         examples = []
         for batch in dataset:
             assert batch.bucket in schedule.plan.buckets
-            for name, capacity in capacities.items():
-                assert batch.features[name].shape[1] == capacity
+            for name, seq_len in batch.bucket.seq_len.items():
+                assert batch.features[name].shape[1] == seq_len
                 assert batch.features["index"].shape[1] == schedule.max_segments
             segments = schedule.max_segments
             examples += jb.data.unbatch(batch, sequences=groups, max_segments=segments)
@@ -297,14 +349,23 @@ def norm(tree):
 
 
 @pytest.mark.parametrize(
-    "per", ["sequence", pytest.param("token", marks=pytest.mark.exhaustive)]
+    ("per", "shapes"),
+    [
+        (
+            "sequence",
+            [{"inputs": 32, "targets": 16}, {"inputs": 64, "targets": 32}],
+        ),
+        pytest.param(
+            "token", {"inputs": 64, "targets": 32}, marks=pytest.mark.exhaustive
+        ),
+    ],
 )
-def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per):
+def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per, shapes):
     rng = np.random.default_rng(0)
     lengths = {"inputs": rng.integers(1, 30, 40), "targets": rng.integers(1, 9, 40)}
     source = [{name: x[name] for name in lengths} for x in make_source(lengths)]
     capacities = {"inputs": 64, "targets": 32}
-    schedule = make_schedule(lengths, capacities)
+    schedule = make_schedule(lengths, shapes)
     graph, params = nnx.split(Translator(nnx.Rngs(0)))
 
     def loss(params, batch):
@@ -406,6 +467,28 @@ def test_the_data_fingerprint_depends_on_each_sequence():
         ({"a": [1], "b": [1]}, {"a": 4}, "Pass the same sequences"),
         ({"a": [1], "b": [1]}, {"a": 4, "b": 0}, r"max_seq_len\['b'\]=0"),
         ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is not a mapping, but the other"),
+        ({"a": [1], "b": [1]}, [], "`max_seq_len=..` is not a mapping, but the oth"),
+        (
+            {"a": [1], "b": [1]},
+            [{"a": 4, "b": 4}, {"a": 9}],
+            "Pass the same sequences",
+        ),
+        (
+            {"a": [1], "b": [1]},
+            [{"a": 4, "b": 5}, {"a": 9, "b": 4}],
+            "Pass them by increasing sum, the last one with the longest T of every",
+        ),
+        (
+            {"a": [1], "b": [1]},
+            [{"a": 9, "b": 5}, {"a": 9, "b": 4}],
+            "Pass them by increasing sum",
+        ),
+        (
+            {"a": [1], "b": [7]},
+            [{"a": 2, "b": 2}, {"a": 4, "b": 5}],
+            r"lengths\['b'\]\[0\]=7` exceeds the capacity",
+        ),
+        ([1, 2], [{"a": 4}], r"`lengths=\[1, 2\]` is not a mapping, but the oth"),
         ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is not a mapping, but the other arg"),
         ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` exceeds"),
         ({}, {}, r"the sequences \[\]. Name at least two"),

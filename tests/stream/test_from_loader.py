@@ -580,6 +580,9 @@ def test_a_loader_of_batches_is_not_one_of_examples():
     with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`.*`batched=T"):
         jb.stream.from_loader(batches)
     assert indices(jb.stream.from_loader(batches, batched=True))
+    batches.batch_size = None
+    with pytest.raises(ValueError, match="makes batches, by its `batch_sampler`"):
+        jb.stream.from_loader(batches)
     stacked = Batches([make_examples()], lambda batch: batch)
     with pytest.raises(ValueError, match=r"makes batches, `batch_size=4`"):
         jb.stream.from_loader(stacked)
@@ -593,6 +596,15 @@ def test_batches_of_grain_are_not_examples():
     )
     with pytest.raises(ValueError, match=r"makes batches, `Batch\(batch_size=4"):
         jb.stream.from_loader(loader)
+    dataset = grain.MapDataset.source(make_examples())
+    for batches in (
+        dataset.batch(4),
+        dataset.batch(4).to_iter_dataset(),
+        dataset.to_iter_dataset().batch(4),
+    ):
+        with pytest.raises(ValueError, match="makes batches, by its `batch`"):
+            jb.stream.from_loader(batches)
+    assert len(list(jb.stream.from_loader(dataset.to_iter_dataset()))) == len(LENGTHS)
 
 
 def test_batches_of_hugging_face_are_not_examples():
@@ -604,6 +616,12 @@ def test_batches_of_hugging_face_are_not_examples():
             jb.stream.from_loader(batches)
         assert len(list(jb.stream.from_loader(batches, batched=True))) == 8
 
+    def _batch_fn(rows):
+        return {"tokens": [x for tokens in rows["tokens"] for x in tokens]}
+
+    unbatched = dataset.map(_batch_fn, batched=True)
+    assert len(list(jb.stream.from_loader(unbatched))) == 8
+
 
 @pytest.mark.parametrize("index", [0, 5, 63, 64])
 def test_skipped_elements_are_compared(index):
@@ -612,7 +630,7 @@ def test_skipped_elements_are_compared(index):
     for _ in range(70):
         next(iterator)
     changed = [*examples[:index], {"x": [-1]}, *examples[index + 1 :]]
-    with pytest.raises(ValueError, match="yields other examples than before"):
+    with pytest.raises(ValueError, match="yields other elements than before"):
         iter(jb.stream.from_loader(changed)).set_state(iterator.get_state())
     swapped = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
     iterator = iter(jb.stream.from_loader(swapped))
@@ -620,6 +638,66 @@ def test_skipped_elements_are_compared(index):
     swapped = [swapped[1], swapped[0], swapped[2]]
     with pytest.raises(ValueError, match="in another order"):
         iter(jb.stream.from_loader(swapped)).set_state(iterator.get_state())
+
+
+@pytest.mark.parametrize("taken", [6, 7, 10])
+def test_a_batch_that_is_continued_is_compared(taken):
+    batches = [make_examples()[i : i + 7] for i in range(0, 21, 7)]
+    iterator = iter(jb.stream.from_loader(batches, batched=True))
+    for _ in range(taken):
+        next(iterator)
+    state = iterator.get_state()
+    resumed = iter(jb.stream.from_loader(batches, batched=True))
+    resumed.set_state(state)
+    assert indices(resumed) == list(range(taken, 21))
+    changes = {
+        "other elements": [x[:3] for x in batches],
+        "in another order": batches[::-1],
+        "fewer than": batches[: (taken - 1) // 7],
+    }
+    for message, changed in changes.items():
+        with pytest.raises(ValueError, match=message):
+            iter(jb.stream.from_loader(changed, batched=True)).set_state(state)
+
+
+def test_examples_are_not_converted_to_be_compared():
+    rng = np.random.default_rng(0)
+
+    def augmented(example):
+        return {"tokens": example["tokens"], "noise": rng.random()}
+
+    class Video:
+        def __len__(self):
+            raise AssertionError("This is read.")
+
+        __getitem__ = __array__ = __len__
+
+    examples = [{**x, "video": Video()} for x in make_examples()]
+    iterator = iter(jb.stream.from_loader(examples, to_example=augmented))
+    for _ in range(70):
+        next(iterator)
+    resumed = iter(jb.stream.from_loader(examples, to_example=augmented))
+    resumed.set_state(iterator.get_state())
+    assert len(list(resumed)) == len(LENGTHS) - 70
+
+
+def test_an_example_that_fails_does_not_take_its_batch_along():
+    def convert(example):
+        if example["index"] in (0, 8, 20):
+            raise KeyError(example["index"])
+        return example
+
+    batches = [make_examples()[i : i + 7] for i in range(0, 21, 7)]
+    iterator = iter(jb.stream.from_loader(batches, batched=True, to_example=convert))
+    read, failed = [], 0
+    while True:
+        try:
+            read.append(int(next(iterator)["index"]))
+        except KeyError:
+            failed += 1
+        except StopIteration:
+            break
+    assert read == [n for n in range(21) if n not in (0, 8, 20)] and failed == 3
 
 
 @pytest.mark.parametrize("state", [{}, None, {"elements": 3}])

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -691,6 +692,21 @@ def test_parameters_without_a_collection_are_named():
     state = jb.create_state({"Dense_0": params}, tx, mesh)
     batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
     with pytest.raises(ValueError, match=r"no collection 'params': \['Dense_0'\]"):
+        jb.make_train_step(loss, tx, mesh)(state, batch)
+
+
+def test_a_missing_collection_of_other_variables_is_that_of_flax():
+    norm = linen.BatchNorm(use_running_average=True)
+
+    def loss(params, batch, keys):
+        y = norm.apply({"params": params}, batch.features["x"][..., None])
+        return jnp.sum(y), batch.num_tokens
+
+    mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(0.1)
+    params = {"scale": jnp.ones(1), "bias": jnp.ones(1)}
+    state = jb.create_state(params, tx, mesh)
+    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
+    with pytest.raises(flax.errors.ScopeCollectionNotFound, match="batch_stats"):
         jb.make_train_step(loss, tx, mesh)(state, batch)
 
 
