@@ -71,7 +71,7 @@ def _hf_batch(dataset: Any) -> str | None:
         if function is None:
             continue
         # The functions of `IterableDataset.batch`; later functions may undo it.
-        names = ("_batch_fn", "_batch_arrow_table")
+        names = ("batch_fn", "_batch_fn", "_batch_arrow_table")
         is_own = getattr(function, "__module__", "").startswith("datasets.")
         is_batch = is_own and getattr(function, "__name__", "") in names
         return f"`batch_size={step.batch_size}`" if is_batch else None
