@@ -116,12 +116,15 @@ class BatchReader:
                 f"`source` has the sequences {list(source.lengths)}, but the plan has "
                 f"{list(parts or ())}. Plan with `source.lengths`."
             )
-        source.check_features(features_by_sequence(self.sequences, list(parts)))
         for name, lengths in source.lengths.items():
             check_measured(lengths, parts[name])
         packed = self.schedule.max_segments is not None
         left = () if packed else cast(list[str], plan.truncates_left)
-        if self.transform is None and source.gathers(packed, left):
+        # A transform may add features, and needs the examples one at a time.
+        if self.transform is not None:
+            return
+        source.check_features(features_by_sequence(self.sequences, list(parts)))
+        if source.gathers(packed, left):
             object.__setattr__(self, "_zipped", source)
 
     @functools.cached_property

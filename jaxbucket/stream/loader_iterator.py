@@ -44,6 +44,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
         # The number of examples taken of the last element, and the state before it.
         self._num_taken = 0
         self._before: dict[str, Any] = {}
+        self._batch_checksum = 0
         # The state of the loader, until the next element is read.
         self._restored: Any = None
 
@@ -68,6 +69,9 @@ class LoaderIterator(grain.DatasetIterator[Any]):
         self._pending, self._num_taken = [], 0
         if _is_compared(index):
             self._checksum = checksum_after(self._checksum, element)
+        if self._dataset.batched:
+            # Before `to_example`, which may change examples in place.
+            self._batch_checksum = checksum_after(0, element)
         self._pending = self._dataset.split(element)
 
     def _next_element(self) -> Any:
@@ -112,7 +116,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
             return {
                 **copy.deepcopy(self._before),
                 "taken": self._num_taken,
-                "batch": checksum_after(0, self._pending),
+                "batch": self._batch_checksum,
             }
         return {
             "elements": self._num_elements,
@@ -136,9 +140,10 @@ class LoaderIterator(grain.DatasetIterator[Any]):
                 "what `get_state` returned."
             )
         self._start()
+        is_replayed = state["loader"] is None or self._dataset.resume == "replay"
         if state["ended"] and self._dataset.has_state:
             self._ended = True
-        elif state["loader"] is None or self._dataset.resume == "replay":
+        elif is_replayed:
             self._skip(state["elements"], state["ended"])
             self._check_same(self._checksum, state["checksum"])
         else:
@@ -148,15 +153,17 @@ class LoaderIterator(grain.DatasetIterator[Any]):
         self._num_elements = state["elements"]
         self._num_examples = state["examples"]
         if state["taken"]:
-            self._continue_batch(state["taken"], state["batch"])
+            self._continue_batch(state["taken"])
+            # A loader with a state may augment examples at random.
+            if is_replayed:
+                self._check_same(self._batch_checksum, state["batch"])
 
-    def _continue_batch(self, num_taken: int, checksum: int) -> None:
+    def _continue_batch(self, num_taken: int) -> None:
         """Reads the batch again of which some examples had been taken."""
         try:
             self._read_element()
         except StopIteration:
             raise _other_length("fewer", self._num_elements + 1) from None
-        self._check_same(checksum_after(0, self._pending), checksum)
         self._num_taken = num_taken
         self._num_examples += num_taken
 

@@ -102,6 +102,20 @@ def test_a_transform_reads_examples_one_at_a_time(zipped):
     )
 
 
+def test_a_transform_may_add_a_sequence(zipped):
+    plan = jb.plan_buckets(zipped.lengths, max_tokens=600)
+    schedule = jb.BatchSchedule(plan, zipped.lengths)
+    batches = jb.batch_dataset(
+        zipped,
+        schedule,
+        sequences={**SEQUENCES, "target": ["target", "labels"]},
+        transform=lambda x, rng: {**x, "labels": x["target"] + 1},
+    )
+    features = batches[0].features
+    real = batches[0].segment_ids["target"] > 0
+    np.testing.assert_array_equal(features["labels"], features["target"] + real)
+
+
 def test_hosts_gather_parts_of_the_same_batches(zipped):
     plan = jb.plan_buckets(zipped.lengths, max_tokens=600, batch_size_multiple=4)
     schedule = jb.BatchSchedule(plan, zipped.lengths)

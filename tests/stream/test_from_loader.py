@@ -681,6 +681,38 @@ def test_examples_are_not_converted_to_be_compared():
     assert len(list(resumed)) == len(LENGTHS) - 70
 
 
+def test_examples_may_be_converted_in_place():
+    def convert(example):
+        example["tokens"] = example.pop("tokens")[:1] + 1
+        return example
+
+    def batches():
+        return [make_examples()[i : i + 7] for i in range(0, 21, 7)]
+
+    options = {"batched": True, "to_example": convert}
+    for taken in range(1, 21):
+        iterator = iter(jb.stream.from_loader(batches(), **options))
+        for _ in range(taken):
+            next(iterator)
+        resumed = iter(jb.stream.from_loader(batches(), **options))
+        resumed.set_state(iterator.get_state())
+        assert indices(resumed) == list(range(taken, 21))
+
+
+def test_a_loader_with_a_state_may_augment_at_random():
+    class Augmenting(Counter):
+        def __iter__(self):
+            for example in super().__iter__():
+                yield [{**example, "noise": random.random()}] * 2
+
+    iterator = iter(jb.stream.from_loader(Augmenting(), batched=True))
+    for _ in range(5):
+        next(iterator)
+    resumed = iter(jb.stream.from_loader(Augmenting(), batched=True))
+    resumed.set_state(iterator.get_state())
+    assert indices(resumed)[:3] == [2, 3, 3]
+
+
 def test_an_example_that_fails_does_not_take_its_batch_along():
     def convert(example):
         if example["index"] in (0, 8, 20):
