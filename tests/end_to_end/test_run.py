@@ -207,23 +207,6 @@ def test_a_terminated_comparison_leaves_no_run_behind(jsonl):
         time.sleep(0.01)
 
 
-@pytest.mark.exhaustive
-def test_runs_before_a_failure_are_shown(jsonl, tmp_path):
-    # The dynamic way would make batches of 3 rows, which 2 devices do not divide.
-    out = tmp_path / "compare.json"
-    run = run_job(
-        *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
-        *("--devices", 2, "--batch-size-multiple", 1, "--max-tokens", 512),
-        *("--json", out),
-    )
-    assert run.returncode == 1
-    assert "cannot be split into 2 equal parts" in run.stderr
-    assert list(json.loads(out.read_text())) == [
-        *("bucketed", "packed", "auto", "pad-to-max"),
-    ]
-    assert re.search(r"^ *pad-to-max ", run.stdout, re.MULTILINE)
-
-
 def test_missing_data_is_refused_in_one_sentence(tmp_path):
     run = run_job("--data", tmp_path / "nowhere.txt")
     assert run.returncode == 1
