@@ -127,6 +127,7 @@ def _compiled(block, is_causal):
     )
 
 
+@SLOW
 def test_bfloat16_is_close_to_float32():
     ids = packed_rows(0, seq_len=200)
     heads = random_heads(ids, dtype=jnp.bfloat16)

@@ -294,6 +294,7 @@ def test_each_example_is_in_one_packed_row_per_epoch(seed):
         assert sorted(np.concatenate(examples)) == list(range(len(lengths)))
 
 
+@pytest.mark.exhaustive
 def test_each_example_of_a_real_dataset_is_in_one_packed_row(real_lengths):
     last = int(real_lengths.max())
     schedule = packed_schedule(real_lengths, [(last + 1) // 2, last], seed=1)

@@ -172,6 +172,7 @@ with jb.Processes() as processes:
 """
 
 
+@pytest.mark.exhaustive
 def test_processes_that_initialize_differently_are_refused(launch):
     launched = launch(DIFFERENT)
     assert launched.status == 0, launched.output

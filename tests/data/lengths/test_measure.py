@@ -281,6 +281,7 @@ def test_a_pass_is_resumed_after_a_worker_or_the_parent_is_killed(tmp_path):
     assert out == f"{LENGTHS.sum()}\n", error
 
 
+@pytest.mark.exhaustive
 def test_each_process_measures_a_share(launch, tmp_path):
     code = f"""
 import numpy as np

@@ -278,6 +278,7 @@ def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
     assert plan.lower_bound == other.lower_bound
 
 
+@pytest.mark.exhaustive
 def test_many_distinct_lengths_are_searched_from_coarse_to_fine(monkeypatch):
     rng = np.random.default_rng(0)
     lengths = np.maximum(1, rng.lognormal(4, 0.6, (500, 2)).astype(int))
