@@ -94,7 +94,7 @@ def compare(
     unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
     If you repeat --column, plans have a T for each column, without packed rows.
     """
-    limits = _limits(columns, boundaries, shapes, pack, shape)
+    limits = _limits(columns, boundaries, shapes, pack, block_sparse, shape)
     check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
     with new_figure(plot, 10, 6) as figure:
         measured: Any = read_columns(lengths, columns)
@@ -131,6 +131,7 @@ def _limits(
     boundaries: str | None,
     shapes: str | None,
     pack: Pack,
+    block_sparse: bool,
     shape: ShapeOptions,
 ) -> Limits | SequenceLimits:
     """Returns the limits, after checking that the columns allow all options."""
@@ -138,7 +139,10 @@ def _limits(
         shape.check_one_length()
         return shape.limits()
     asked = "never" if pack == "auto" else pack
-    check_several(columns, one_length_only(boundaries, shapes, asked), shape)
+    refused = one_length_only(boundaries, shapes, asked)
+    if block_sparse:
+        refused["--block-sparse"] = "Packed rows are not compared"
+    check_several(columns, refused, shape)
     return several_limits(shape, columns)
 
 

@@ -214,12 +214,21 @@ def test_several_columns_are_compared(files):
     assert numbers["exact"] == JOINT.proven
 
 
+@pytest.mark.parametrize("policy", ["drop", "truncate_left"])
+def test_only_examples_that_are_kept_are_drawn(files, policy):
+    limits = ("--max-seq-len", "source=150,target=150", "--overlong", policy)
+    run("compare", "pairs.npz", *OPTIONS, *limits, "--plot", "compare.png")
+    assert matplotlib.image.imread(files / "compare.png").std() > 0.1
+
+
 def test_plans_of_other_columns_are_not_compared():
     one = ("--column", "source", "--max-tokens", 4096, "--plan", "joint.json")
     message = refused("compare", "pairs.npz", *one)
     assert "`--plan joint.json` has the sequences ['source', 'target'], but " in message
     message = refused("compare", "pairs.npz", *OPTIONS, "--pack", "always")
     assert "`--pack always` requires examples with one length" in message
+    message = refused("compare", "pairs.npz", *OPTIONS, "--block-sparse")
+    assert "Packed rows are not compared, or remove `--block-sparse`." in message
 
 
 def test_the_number_of_shapes_of_several_columns_may_be_chosen(files):

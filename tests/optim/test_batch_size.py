@@ -1262,7 +1262,8 @@ def test_the_given_step_overrides_the_count_of_updates():
 
 
 @pytest.mark.skipif(
-    optax.__version__ < "0.2.7", reason="optax does not advance the schedule"
+    tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7),
+    reason="optax does not advance the schedule",
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_skipped_update_advances_the_schedule_of_weight_decay():

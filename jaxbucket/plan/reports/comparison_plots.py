@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.lengths import Lengths, lengths_matrix, total_lengths
+from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import (
@@ -76,7 +76,7 @@ def plot_comparison(
 def _real_tokens(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
     """Returns the real tokens of each row."""
     if isinstance(lengths, Mapping):
-        return total_lengths(lengths_matrix(lengths, plan.sequences))
+        return total_lengths(plan.kept_lengths(lengths))
     return row_tokens(plan, lengths)[0]
 
 
