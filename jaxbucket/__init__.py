@@ -41,7 +41,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.distributed.stop import StopRequest
     from jaxbucket.optim.batch_size import scale_by_batch_size
     from jaxbucket.optim.schedules import scale_schedule
-    from jaxbucket.packing.packed_plan import plan_packing
+    from jaxbucket.packing.planner import plan_packing
     from jaxbucket.plan.limits import Limits
     from jaxbucket.plan.planner import plan_buckets
     from jaxbucket.plan.reports.epoch import report

@@ -25,6 +25,7 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import TRUNCATING, Overlong
+from jaxbucket.base.ratio import MaxRatio, checked_ratio, within_ratio
 from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
 
 
@@ -64,6 +65,9 @@ class BucketPlan:
       cost_unit: the unit of `step_costs`, such as "s".
       packed: whether the shapes were chosen for rows of several examples, as by
         `plan_packing`. Such a plan has to be used with a `Packing`.
+      max_ratio: with several sequences, leaves out an example if one of its sequences
+        is more than this many times as long as another; or a mapping with a ratio for
+        some pairs, as in `{"source/target": 2.5}`. None keeps all examples.
 
     Raises:
       ValueError: if a field is invalid, or a bucket violates one of these constraints.
@@ -77,6 +81,7 @@ class BucketPlan:
     step_costs: tuple[float, ...] | None = None
     cost_unit: str = "tokens"
     packed: bool = False
+    max_ratio: MaxRatio | None = None
 
     def __post_init__(self):
         self._set("buckets", tuple(self.buckets))
@@ -91,6 +96,8 @@ class BucketPlan:
         if isinstance(self.overlong, Mapping) and len(set(self.overlong.values())) == 1:
             # Equal policies are the same plan, however they were written.
             self._set("overlong", next(iter(self.overlong.values())))
+        if self.max_ratio is not None:
+            self._set("max_ratio", checked_ratio(self.max_ratio, self.sequences))
         if not isinstance(self.packed, bool):
             raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         if not isinstance(self.cost_unit, str):
@@ -201,8 +208,13 @@ class BucketPlan:
 
     @property
     def unpacked(self) -> BucketPlan:
-        """The same shapes for rows of one example, or for lengths of packed rows."""
+        """The same shapes for rows of one example."""
         return dataclasses.replace(self, packed=False)
+
+    @property
+    def of_rows(self) -> BucketPlan:
+        """The same shapes for the lengths of packed rows, all of which they hold."""
+        return dataclasses.replace(self, packed=False, max_ratio=None)
 
     @property
     def max_seq_len(self) -> int:
@@ -266,7 +278,7 @@ class BucketPlan:
 
         Returns:
           `[N]` int16: an index into `buckets`, or -1 for an example that
-          `overlong="drop"` leaves out.
+          `overlong="drop"` or `max_ratio` leaves out.
 
         Raises:
           ValueError: if `check` raises it.
@@ -284,14 +296,15 @@ class BucketPlan:
 
     def _assign_several(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the bucket of each example, `[N]` int16, from `[N, Q]` lengths."""
+        is_within = within_ratio(lengths, self.sequences, self.max_ratio)
         for column, name in zip(lengths.T, self.sequences, strict=True):
-            longest = self.max_seq_lens[name]
-            if self.policy(name) == "error" and column.max() > longest:
-                raise ValueError(overlong_message(column, longest, name))
-        used = self.truncated(lengths)
+            longest, used = self.max_seq_lens[name], column * is_within
+            if self.policy(name) == "error" and used.max() > longest:
+                raise ValueError(overlong_message(used, longest, name))
         row_costs = self.costs / self.batch_sizes
-        index = assignment.cheapest(used, self.seq_lens, row_costs)
-        is_unheld = index < 0
+        index = assignment.cheapest(self.truncated(lengths), self.seq_lens, row_costs)
+        index[~is_within] = -1
+        is_unheld = (index < 0) & is_within
         if is_unheld.any() and not self._drops:
             raise ValueError(unheld_message(lengths, is_unheld, self.sequences))
         return index
@@ -329,7 +342,7 @@ class BucketPlan:
     def kept_lengths(self, lengths: Lengths) -> np.ndarray:
         """Returns the lengths of the examples in batches, `[n]` or `[n, Q]`.
 
-        Examples that `overlong="drop"` leaves out are missing, and "truncate" and
+        Examples that the plan leaves out are missing, and "truncate" and
         "truncate_left" limit the length to the last bucket.
 
         Args:

@@ -59,9 +59,7 @@ _NEEDS_COST_FN = (
 )
 
 
-def one_length_only(
-    boundaries: str | None, shapes: str | None, pack: str
-) -> dict[str, str]:
+def one_length_only(boundaries: str | None, shapes: str | None) -> dict[str, str]:
     """Returns the options that several columns do not allow, with a remedy for each."""
     remedies = {}
     if boundaries is not None:
@@ -73,8 +71,6 @@ def one_length_only(
             "Call `jb.BucketPlan.from_shapes` with a mapping from column to T for each "
             "shape"
         )
-    if pack != "never":
-        remedies[f"--pack {pack}"] = "Call `jb.packing.pack` in Python"
     return remedies
 
 
@@ -114,7 +110,8 @@ def several_limits(shape: ShapeOptions, columns: Sequence[str]) -> SequenceLimit
             "mapping from column to T as module:function."
         )
     values = {**shape.limit_values, "max_tokens": budget, "cost_fn": shape.cost_fn}
-    return SequenceLimits(sequences=tuple(sorted(columns)), **values)
+    names = tuple(sorted(columns))
+    return SequenceLimits(sequences=names, max_ratio=shape.max_ratio, **values)
 
 
 def read_columns(path: pathlib.Path, columns: Sequence[str]) -> Any:

@@ -92,9 +92,9 @@ def compare(
 
     The plan with the cheapest epoch comes first. Costs are tokens, padding included,
     unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
-    If you repeat --column, plans have a T for each column, without packed rows.
+    If you repeat --column, plans have a T for each column.
     """
-    limits = _limits(columns, boundaries, shapes, pack, block_sparse, shape)
+    limits = _limits(columns, boundaries, shapes, shape)
     check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
     with new_figure(plot, 10, 6) as figure:
         measured: Any = read_columns(lengths, columns)
@@ -105,16 +105,15 @@ def compare(
             others=_others(measured, boundaries, shapes, plan_files, shape, columns),
             remainder=remainder,
         )
-        if len(columns) < 2:
-            comparison = with_packed_rows(
-                comparison,
-                measured,
-                shape,
-                pack=pack,
-                block_sparse=block_sparse,
-                remainder=remainder,
-            )
-        comparison = comparison.with_unit(unit)
+        comparison = with_packed_rows(
+            comparison,
+            measured,
+            limits,
+            shape,
+            pack=pack,
+            block_sparse=block_sparse,
+            remainder=remainder,
+        ).with_unit(unit)
         if figure:
             from jaxbucket.plan.reports.comparison_plots import (
                 comparison_height,
@@ -130,19 +129,13 @@ def _limits(
     columns: tuple[str, ...],
     boundaries: str | None,
     shapes: str | None,
-    pack: Pack,
-    block_sparse: bool,
     shape: ShapeOptions,
 ) -> Limits | SequenceLimits:
     """Returns the limits, after checking that the columns allow all options."""
     if len(columns) < 2:
         shape.check_one_length()
         return shape.limits()
-    asked = "never" if pack == "auto" else pack
-    refused = one_length_only(boundaries, shapes, asked)
-    if block_sparse:
-        refused["--block-sparse"] = "Packed rows are not compared"
-    check_several(columns, refused, shape)
+    check_several(columns, one_length_only(boundaries, shapes), shape)
     return several_limits(shape, columns)
 
 

@@ -16,6 +16,7 @@ import click
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.policies import OVERLONG
+from jaxbucket.base.ratio import MaxRatio
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.limits import Budget, Limits, costed
 
@@ -28,11 +29,15 @@ _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _RATE = click.FloatRange(min=0, min_open=True)
 
 
-class _SizeType(click.IntRange):
-    """A positive integer, or one for each of several columns: source=512,target=128."""
+class _PerColumn(click.ParamType):
+    """A number, or one for each of several columns: source=512,target=128."""
+
+    def __init__(self, number: click.ParamType):
+        self.name = number.name
+        self._number = number
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        number: Any = functools.partial(super().convert, param=param, ctx=ctx)
+        number: Any = functools.partial(self._number.convert, param=param, ctx=ctx)
         if not isinstance(value, str) or "=" not in value:
             return number(value)
         parts = [part.partition("=") for part in value.split(",")]
@@ -42,7 +47,7 @@ class _SizeType(click.IntRange):
         return sizes
 
 
-_SIZE = _SizeType(min=1)
+_SIZE = _PerColumn(click.IntRange(min=1))
 
 
 def _check_unit(_: click.Context, __: click.Parameter, unit: str) -> str:
@@ -115,6 +120,14 @@ _OPTIONS = [
         "their first tokens, and truncate_left the last.",
     ),
     click.option(
+        "--max-ratio",
+        metavar="RATIO",
+        type=_PerColumn(_RATE),
+        help="With several columns, leave out examples in which one is more than this "
+        "many times as long as another: one number for all pairs, or one for some, as "
+        "in source/target=2.5,target/source=4.",
+    ),
+    click.option(
         "--width",
         type=POSITIVE,
         help="Use the operations of a transformer of this width as the cost. Requires "
@@ -155,10 +168,12 @@ class ShapeOptions:
     Attributes:
       limit_values: the fields of `Limits` except `cost_fn`; `max_tokens` is a string.
       cost_values: the arguments of `_cost_fn`.
+      max_ratio: the field of `SequenceLimits`.
     """
 
     limit_values: dict[str, Any]
     cost_values: dict[str, Any]
+    max_ratio: MaxRatio | None = None
 
     def limits(self) -> Limits:
         """Returns the limits of shapes, with the cost of a step.
@@ -184,7 +199,12 @@ class ShapeOptions:
         return token_budget(self.limit_values["max_tokens"])
 
     def check_one_length(self) -> None:
-        """Raises a ValueError for limits that name columns."""
+        """Raises a ValueError for limits that require several columns."""
+        if self.max_ratio is not None:
+            raise ValueError(
+                "`--max-ratio` requires several columns. Remove it, or pass each "
+                "`--column`."
+            )
         for name, value in self.limit_values.items():
             if isinstance(value, dict):
                 raise ValueError(
@@ -244,7 +264,8 @@ def shape_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def with_shape(**options: Any) -> Any:
         costs = {name: options.pop(name) for name in _COST_NAMES}
         limits = {name: options.pop(name) for name in _LIMIT_NAMES}
-        return command(shape=ShapeOptions(limits, costs), **options)
+        ratio = options.pop("max_ratio")
+        return command(shape=ShapeOptions(limits, costs, ratio), **options)
 
     for option in reversed(_OPTIONS):
         with_shape = option(with_shape)

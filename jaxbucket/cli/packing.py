@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import Lengths
 from jaxbucket.cli.options import ShapeOptions, token_budget
-from jaxbucket.packing.packed_plan import Pack, PackedPlan, plan_packing
+from jaxbucket.packing.packed_plan import Pack, PackedPlan
+from jaxbucket.packing.planner import plan_packing
 from jaxbucket.packing.rows import pack
-from jaxbucket.plan.chunks import chunk_lengths
-from jaxbucket.plan.costs import TokenCost
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.formatting import format_cost
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
-from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.plan.reports.epoch import Report, changed_examples, report
+from jaxbucket.plan.sequence_limits import SequenceLimits
 
 # What a model must do to train on packed rows.
 _REQUIRES = (
@@ -27,11 +28,6 @@ _REQUIRES = (
 _ONE_SHAPE = "packed, one shape"
 # Relative differences of costs below this are not shown.
 _SAME = 0.0005
-# The numbers of a report that count examples beyond the last bucket.
-_LOST = (
-    *("dropped_examples", "truncated_examples", "truncated_tokens"),
-    *("split_examples", "chunks"),
-)
 
 
 def check_packable(pack: Pack, shape: ShapeOptions, others: Iterable[str] = ()) -> None:
@@ -67,8 +63,8 @@ def _unsupported(shape: ShapeOptions) -> list[str]:
 
 
 def plan_rows(
-    lengths: np.ndarray,
-    shape: ShapeOptions,
+    lengths: Lengths,
+    limits: Limits | SequenceLimits,
     num_buckets: int,
     pack: Pack,
     block_sparse: bool,
@@ -76,78 +72,50 @@ def plan_rows(
 ) -> PackedPlan:
     """Returns the plan of `plan_packing` within the limits of the options.
 
-    Examples that are too long are first dropped, truncated or split, according to
-    `--overlong`, and the report counts them. More options of `plan_packing` are passed
-    on.
+    More options of `plan_packing` are passed on.
     """
-    limits = shape.limits()
-    packed = plan_packing(
-        kept_lengths(lengths, limits.overlong, limits.max_seq_len),
-        max_tokens=limits.max_tokens,
-        max_seq_len=limits.max_seq_len,
+    names = ("max_tokens", "max_seq_len", "batch_size_multiple", "seq_len_multiple")
+    names += ("overlong", "cost_fn")
+    if isinstance(limits, SequenceLimits):
+        names += ("max_ratio",)
+    return plan_packing(
+        lengths,
         num_buckets=num_buckets,
         pack=pack,
-        cost_fn=limits.cost_fn,
         block_sparse=block_sparse,
-        batch_size_multiple=limits.batch_size_multiple,
-        seq_len_multiple=limits.seq_len_multiple,
+        **{name: getattr(limits, name) for name in names},
         **options,
     )
-    last = limits.max_seq_len
-    if last is None:
-        return packed
-    lost = _lost(limits.plan([last]), lengths)
-    return dataclasses.replace(
-        packed,
-        plan=dataclasses.replace(packed.plan, overlong=limits.overlong),
-        report=dataclasses.replace(packed.report, **lost),
-    )
-
-
-def kept_lengths(
-    lengths: np.ndarray, overlong: str, max_seq_len: int | None
-) -> np.ndarray:
-    """Returns the lengths after dropping, truncating or splitting long examples."""
-    if max_seq_len is None or overlong == "error":
-        return lengths
-    if overlong == "split":
-        return chunk_lengths(lengths, max_seq_len)
-    if overlong == "drop":
-        return lengths[lengths <= max_seq_len]
-    return np.minimum(lengths, max_seq_len)
 
 
 def packed_report(
-    plan: BucketPlan, lengths: np.ndarray, **options: Any
-) -> tuple[np.ndarray, Report]:
+    plan: BucketPlan, lengths: Lengths, **options: Any
+) -> tuple[Lengths, Report]:
     """Packs lengths into rows of a plan's T.
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, one per example.
+      lengths: `[N]` integers, one per example; by name if there are several sequences.
       options: the options of `report`.
 
     Returns:
-      The lengths of the rows `[R]`, and the report of an epoch of them.
+      The lengths of the rows `[R]`, or by name, and the report of an epoch of them.
     """
-    of_rows = plan.unpacked
-    lost = _lost(of_rows, lengths)
-    kept = kept_lengths(lengths, plan.policy(), plan.max_seq_len)
-    packing = pack(kept, plan.boundaries.tolist())
-    epoch = report(of_rows, packing.row_lengths, **options)
+    packing = pack(
+        lengths,
+        [bucket.seq_len for bucket in plan.buckets],
+        overlong=plan.overlong,
+        max_ratio=plan.max_ratio,
+    )
+    epoch = report(plan.of_rows, packing.row_lengths, **options)
     # The mean over epochs, if rows are dropped.
     examples = round(epoch.examples / packing.num_rows * packing.num_examples)
-    epoch = dataclasses.replace(epoch, packed_examples=examples, **lost)
+    changes = changed_examples(plan, lengths)
+    epoch = dataclasses.replace(epoch, packed_examples=examples, **changes)
     return packing.row_lengths, epoch
 
 
-def _lost(plan: BucketPlan, lengths: np.ndarray) -> dict[str, int]:
-    """Returns the numbers of examples that are dropped, truncated or split."""
-    padded = report(plan, lengths)
-    return {name: getattr(padded, name) for name in _LOST}
-
-
-def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
+def reason(packed: PackedPlan, unit: str) -> str:
     """Returns why rows are packed or padded, as one line."""
     chosen, other = ("packed", "padded") if packed.is_packed else ("padded", "packed")
     costs, cost_unit = packed.epoch_costs, packed.plan.cost_unit
@@ -165,18 +133,16 @@ def reason(packed: PackedPlan, shape: ShapeOptions, unit: str) -> str:
     return (
         f"Rows are {chosen}: an epoch costs {shown[chosen]}, {difference} "
         f"the {shown[other]} with {other} rows. {mixing}"
-        f"{_attention(shape, packed.block_sparse)}"
+        f"{_attention(packed)}"
     )
 
 
-def _attention(shape: ShapeOptions, block_sparse: bool) -> str:
+def _attention(packed: PackedPlan) -> str:
     """Returns how the cost counts attention, as a sentence."""
-    if isinstance(shape.cost_fn, TokenCost | None):
-        return (
-            "This cost does not include attention. Add --width and --depth to include "
-            "it."
-        )
-    if block_sparse:
+    if not packed.counts_attention:
+        options = "--cost-fn" if packed.plan.sequences else "--width and --depth"
+        return f"This cost does not include attention. Add {options} to include it."
+    if packed.block_sparse:
         return "The cost assumes attention within examples."
     return (
         "The cost assumes attention over whole rows. Add --block-sparse if your "
@@ -186,7 +152,8 @@ def _attention(shape: ShapeOptions, block_sparse: bool) -> str:
 
 def with_packed_rows(
     comparison: Comparison,
-    lengths: np.ndarray,
+    lengths: Lengths,
+    limits: Limits | SequenceLimits,
     shape: ShapeOptions,
     *,
     pack: Pack,
@@ -207,30 +174,32 @@ def with_packed_rows(
         return comparison.extended((), note)
     try:
         check_packable(pack, shape)
-        plans = _packed_plans(lengths, shape, comparison, block_sparse, remainder)
+        make = functools.partial(plan_rows, lengths, limits, pack="always")
+        packed = [
+            make(num_buckets=size, block_sparse=block_sparse)
+            for size in (comparison.num_buckets, 1)
+        ]
     except ValueError as error:
         if pack == "always":
             raise
         return comparison.extended((), f"Packed rows are not compared: {error}")
-    note = f"{_REQUIRES} {_attention(shape, block_sparse)}"
-    return comparison.extended(plans, note)
-
-
-def _packed_plans(
-    lengths: np.ndarray,
-    shape: ShapeOptions,
-    comparison: Comparison,
-    block_sparse: bool,
-    remainder: Remainder,
-) -> list[ComparedPlan]:
-    plans = []
-    for name, num_buckets in (("packed", comparison.num_buckets), (_ONE_SHAPE, 1)):
-        packed = plan_rows(lengths, shape, num_buckets, "always", block_sparse)
-        assert packed.packing is not None
-        plan = packed.plan.unpacked
-        rows = report(plan, packed.packing.row_lengths, remainder=remainder)
-        fields = {x: getattr(packed.report, x) for x in ("packed_examples", *_LOST)}
-        epoch = dataclasses.replace(rows, **fields)
-        plans.append(ComparedPlan(name, packed.plan, epoch))
+    note = f"{_REQUIRES} {_attention(packed[0])}"
+    plans = [
+        _compared(name, rows, lengths, remainder)
+        for name, rows in zip(("packed", _ONE_SHAPE), packed, strict=True)
+    ]
     # One T may be the best choice anyway.
-    return plans[:1] if len(plans[0].plan) == 1 else plans
+    return comparison.extended(plans[:1] if len(plans[0].plan) == 1 else plans, note)
+
+
+def _compared(
+    name: str, packed: PackedPlan, lengths: Lengths, remainder: Remainder
+) -> ComparedPlan:
+    assert packed.packing is not None
+    epoch = report(packed.plan.of_rows, packed.packing.row_lengths, remainder=remainder)
+    epoch = dataclasses.replace(
+        epoch,
+        packed_examples=packed.packing.num_examples,
+        **changed_examples(packed.plan, lengths),
+    )
+    return ComparedPlan(name, packed.plan, epoch)

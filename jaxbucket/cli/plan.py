@@ -120,13 +120,12 @@ def plan(
     LENGTHS is a file of any kind that `jaxbucket measure` reads. If you repeat
     --column, each column is a sequence with lengths of its own. A plan has shapes
     (B, T): batches of B rows of T tokens. If you use --pack, call
-    `jb.packing.pack(lengths, plan.boundaries.tolist())` in the training job to fill the
-    rows, after truncating, dropping or splitting examples that are too long.
+    `jb.packing.pack(lengths, [bucket.seq_len for bucket in plan.buckets],
+    overlong=plan.overlong)` in the training job to fill the rows.
     """
     check_outputs([lengths, *shape.inputs], output=output, plot=plot)
     if len(columns) > 1:
-        given = one_length_only(boundaries, shapes, pack)
-        check_several(columns, given, shape)
+        check_several(columns, one_length_only(boundaries, shapes), shape)
     else:
         shape.check_one_length()
     if shapes is not None:
@@ -145,12 +144,13 @@ def plan(
         limits = several_limits(shape, columns) if len(columns) > 1 else None
         if num_buckets == _AUTO:
             chosen = _by_curve(measured, limits or shape.limits(), shape, auto)
-        elif limits:
-            chosen = _jointly(measured, limits, shape, size)
         elif pack != "never":
             options = {} if mixing is None else {"mixing": mixing}
-            packed = plan_rows(measured, shape, size, pack, block_sparse, **options)
+            within = limits or shape.limits()
+            packed = plan_rows(measured, within, size, pack, block_sparse, **options)
             chosen = _packed(measured, packed)
+        elif limits:
+            chosen = _jointly(measured, limits, shape, size)
         elif shapes is not None:
             chosen = _Chosen(shape.fixed_plan(shapes), measured, shape.accumulate)
         else:
@@ -179,7 +179,7 @@ def plan(
         numbers["curve"] = chosen.curve.to_dict()
         tables.insert(0, chosen.curve)
     if chosen.packed:
-        why = reason(chosen.packed, shape, unit)
+        why = reason(chosen.packed, unit)
         with_unit = dataclasses.replace(chosen.packed, report=epoch)
         numbers["packing"] = with_unit.to_dict() | {"reason": why}
         notes.append(why)
@@ -240,7 +240,7 @@ def _by_curve(
     return _Chosen(curve.chosen.plan, lengths, shape.accumulate, curve)
 
 
-def _packed(lengths: np.ndarray, packed: PackedPlan) -> _Chosen:
+def _packed(lengths: Lengths, packed: PackedPlan) -> _Chosen:
     rows = lengths if packed.packing is None else packed.packing.row_lengths
     return _Chosen(packed.plan, rows, packed=packed)
 

@@ -69,7 +69,6 @@ def report(
         measured = read_for_plan(bucket_plan, lengths, columns)
         rows = measured
         if bucket_plan.packed:
-            _check_packed(plan_file, bucket_plan)
             from jaxbucket.cli.packing import packed_report
 
             rows, epoch = packed_report(bucket_plan, measured, **options)
@@ -79,14 +78,6 @@ def report(
         if figure:
             draw_plan(figure, bucket_plan, rows, epoch)
     show(as_json, as_dict(bucket_plan, epoch), epoch)
-
-
-def _check_packed(path: pathlib.Path, plan: BucketPlan) -> None:
-    if plan.sequences:
-        raise ValueError(
-            f"`{path}` is for packed rows of the sequences {list(plan.sequences)}, "
-            "which the command does not pack. Call `jb.plan_packing(...).report`."
-        )
 
 
 def _first_plan(path: pathlib.Path, lengths: pathlib.Path) -> BucketPlan:

@@ -24,13 +24,13 @@ from jaxbucket.data.example import (
 )
 from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.source import (
-    PackedSource,
     RowSource,
     Source,
     SpanSource,
     check_measured,
     check_sequences,
     contents,
+    gathers,
     raise_length_changed,
     read_example,
 )
@@ -98,12 +98,8 @@ class BatchReader:
             check_sequences(self.source, self.sequences)
             check_measured(self.source.lengths, self.schedule.lengths)
             packed = self.schedule.max_segments is not None
-            gathers = RowSource
-            if packed:
-                gathers = PackedSource
-            elif self.schedule.plan.truncates_left:
-                gathers = SpanSource
-            if isinstance(self.source, gathers):
+            left = bool(self.schedule.plan.truncates_left)
+            if gathers(self.source, packed, left):
                 object.__setattr__(self, "_row_source", self.source)
         if isinstance(self.source, ZippedSource):
             self._set_zipped(self.source)
@@ -119,7 +115,7 @@ class BatchReader:
         for name, lengths in source.lengths.items():
             check_measured(lengths, parts[name])
         packed = self.schedule.max_segments is not None
-        left = () if packed else cast(list[str], plan.truncates_left)
+        left = cast(list[str], plan.truncates_left)
         # A transform may add features, and needs the examples one at a time.
         if self.transform is not None:
             return
@@ -145,15 +141,15 @@ class BatchReader:
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         packed = self.schedule.max_segments is not None
-        truncate = not packed and self.schedule.plan.truncates
-        truncate_left = not packed and self.schedule.plan.truncates_left
+        truncate = self.schedule.plan.truncates
+        truncate_left = self.schedule.plan.truncates_left
         if self._zipped is not None:
             return self._zipped.collate_sequences(
                 rows,
                 bucket,
                 pad_value=self.pad_value,
-                truncate=cast(list[str], truncate or []),
-                truncate_left=cast(list[str], truncate_left or []),
+                truncate=cast(list[str], truncate),
+                truncate_left=cast(list[str], truncate_left),
             )
         if self._row_source is not None:
             if truncate_left:
@@ -190,7 +186,7 @@ class BatchReader:
             raise
 
     def _ends(self, rows: np.ndarray, bucket: Bucket) -> Batch:
-        """Returns the batch of the last T tokens of each example."""
+        """Returns the batch of at most the last T tokens of each example."""
         lengths = self.schedule.lengths[rows]
         kept = np.minimum(lengths, bucket.tokens_per_row)
         return cast(SpanSource, self._row_source).collate_spans(

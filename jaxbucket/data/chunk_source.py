@@ -15,7 +15,7 @@ from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.part_source import PartSource
-from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
+from jaxbucket.data.row_checks import check_row_lengths, check_rows, span_lengths
 from jaxbucket.data.source import RowSource, Source, SpanSource, contents
 from jaxbucket.plan.chunks import chunk_counts, chunk_lengths
 
@@ -173,7 +173,10 @@ class _SpanChunkSource(ChunkSource):
     ) -> Batch:
         """Returns a batch of chunks, like `TokenFile.collate` for examples."""
         rows = check_rows(rows, len(self), bucket)
-        lengths = fit_lengths(self._lengths_of(rows), bucket, truncate)
+        lengths = self._lengths_of(rows)
+        if truncate:
+            lengths = np.minimum(lengths, bucket.tokens_per_row)
+        check_row_lengths(lengths, bucket)
         return self._collate_spans(
             rows, np.zeros_like(rows), lengths, bucket, pad_value
         )

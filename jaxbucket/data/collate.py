@@ -100,8 +100,7 @@ def collate_rows(
         is one nonzero number for several features, names an unknown feature, or does
         not fit a dtype; if there are more than B rows, or more than `max_segments`
         examples in a row; if all rows are empty and `like` is missing; or if `truncate`
-        or `truncate_left` is set for packed rows, names an unknown sequence, or both
-        name the same one.
+        or `truncate_left` names an unknown sequence, or both name the same one.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -111,13 +110,6 @@ def collate_rows(
     if max_segments is not None:
         check_positive("max_segments", max_segments)
     segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
-    if max_segments is not None and (truncate or truncate_left):
-        argument = "truncate" if truncate else "truncate_left"
-        raise ValueError(
-            f"`{argument}=True` is not supported for packed rows "
-            f"(`max_segments={max_segments}`). Remove `{argument}`, and move examples "
-            "that do not fit to a different row."
-        )
     template = _template(segments, like)
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
     groups = sequence_groups(template, sequences, several)
@@ -139,13 +131,14 @@ def collate_rows(
             arrays = matching_arrays(example, template, list(widths), row)
             for key, names in groups.items():
                 start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
-                end = start + common_length(arrays, names, row)
-                if end > seq_len and key not in right | left:
+                length = kept = common_length(arrays, names, row)
+                if key in right | left:
+                    kept = min(length, seq_len)
+                if start + kept > seq_len:
                     suffix = f" of {key!r}" if several else ""
                     packed = max_segments is not None
-                    raise too_long_error(row, end, seq_len, suffix, packed)
-                kept = min(end, seq_len) - start
-                begin = end - start - kept if key in left else 0
+                    raise too_long_error(row, start + kept, seq_len, suffix, packed)
+                begin = length - kept if key in left else 0
                 for name in names:
                     tokens = arrays[name][begin : begin + kept]
                     features[name][row, start : start + kept] = tokens

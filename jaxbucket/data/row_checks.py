@@ -45,16 +45,20 @@ def check_rows(rows: ArrayLike, num_examples: int, bucket: Bucket) -> np.ndarray
     return rows.astype(np.int64, copy=False)
 
 
-def fit_lengths(lengths: np.ndarray, bucket: Bucket, truncate: bool) -> np.ndarray:
-    """Returns the `[B]` lengths after truncation to the bucket's T.
+def check_row_lengths(lengths: np.ndarray, bucket: Bucket) -> None:
+    """Raises a ValueError if a row is longer than the bucket's T.
 
-    Raises:
-      ValueError: if a length exceeds T and `truncate` is False.
+    Args:
+      lengths: `[B]` integers; or, for packed rows, `[B, max_segments]`.
+      bucket: the shape (B, T).
     """
-    if not truncate and lengths.max(initial=0) > bucket.tokens_per_row:
+    packed = lengths.ndim == 2
+    if packed:
+        lengths = lengths.sum(axis=1)
+    if lengths.max(initial=0) > bucket.tokens_per_row:
         row = int(lengths.argmax())
-        raise too_long_error(row, lengths[row], bucket.tokens_per_row)
-    return np.minimum(lengths, bucket.tokens_per_row)
+        seq_len = bucket.tokens_per_row
+        raise too_long_error(row, lengths[row], seq_len, packed=packed)
 
 
 def span_lengths(
@@ -63,13 +67,14 @@ def span_lengths(
     lengths: np.ndarray,
     example_lengths: np.ndarray,
 ) -> np.ndarray:
-    """Returns the `[B]` lengths of spans of examples, 0 for empty rows.
+    """Returns the lengths of spans of examples, 0 for empty entries of `rows`.
 
     Args:
-      rows: `[B]` integers, the example in each row; -1 for an empty row.
-      begins: `[B]` integers, the first token of each span within its example.
-      lengths: `[B]` integers, the number of tokens of each span.
-      example_lengths: `[B]` integers, the lengths of the whole examples.
+      rows: `[B]` or `[B, max_segments]` integers, -1 for an empty entry.
+      begins: integers of the same shape, the first token of each span within its
+        example.
+      lengths: integers of the same shape, the number of tokens of each span.
+      example_lengths: integers of the same shape, the lengths of the whole examples.
 
     Raises:
       ValueError: if a span is empty or not within its example.
@@ -77,11 +82,12 @@ def span_lengths(
     filled = rows != EMPTY_ROW
     inside = (begins >= 0) & (lengths >= 1) & (lengths <= example_lengths - begins)
     if not inside[filled].all():
-        row = int(np.argmin(inside | ~filled))
+        place = np.unravel_index(np.argmin(inside | ~filled), rows.shape)
         raise ValueError(
-            f"Row {row}: a span of {lengths[row]} tokens from token {begins[row]} is "
-            f"not within example {rows[row]}, which has {example_lengths[row]} tokens. "
-            "Pass a non-empty span that ends within the example."
+            f"Row {place[0]}: a span of {lengths[place]} tokens from token "
+            f"{begins[place]} is not within example {rows[place]}, which has "
+            f"{example_lengths[place]} tokens. Pass a non-empty span that ends within "
+            "the example."
         )
     return np.where(filled, lengths, 0)
 

@@ -52,7 +52,7 @@ class RowSource(Protocol):
 
 @runtime_checkable
 class PackedSource(RowSource, Protocol):
-    """A row source whose `collate` also accepts packed rows, `[B, max_segments]`."""
+    """A row source that also gathers packed rows, `[B, max_segments]`."""
 
     gathers_packed_rows: Literal[True]
 
@@ -70,6 +70,19 @@ class SpanSource(RowSource, Protocol):
         *,
         pad_value: PadValue,
     ) -> Batch: ...
+
+
+def gathers(source: Any, packed: bool, truncates_left: bool) -> bool:
+    """Returns whether a source gathers the batches of a schedule.
+
+    Args:
+      source: random-access source of examples.
+      packed: whether rows hold several examples.
+      truncates_left: whether batches have the last tokens of longer examples.
+    """
+    needed = PackedSource if packed else RowSource
+    is_left = not truncates_left or isinstance(source, SpanSource)
+    return isinstance(source, needed) and is_left
 
 
 def check_sequences(

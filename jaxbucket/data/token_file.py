@@ -19,7 +19,7 @@ from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.data.row_checks import check_rows, fit_lengths, span_lengths
+from jaxbucket.data.row_checks import check_row_lengths, check_rows, span_lengths
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
 from jaxbucket.data.token_index import (
     OFFSETS,
@@ -125,8 +125,7 @@ class TokenFile:
           pad_value: number that fills padded positions and empty rows, or a mapping
             from sequence feature to number (0 for features not named). A single nonzero
             number is allowed only if there is one sequence feature.
-          truncate: whether to truncate examples longer than T instead of raising. Not
-            supported for packed rows.
+          truncate: whether to truncate examples longer than T instead of raising.
 
         Raises:
           ValueError: if an example, or the examples of a row together, are longer than
@@ -134,15 +133,11 @@ class TokenFile:
         """
         rows = check_rows(rows, len(self), bucket)
         starts, lengths = self._bounds(rows)
+        if truncate:
+            lengths = np.minimum(lengths, bucket.tokens_per_row)
+        check_row_lengths(lengths, bucket)
         if rows.ndim == 2:
-            if truncate:
-                raise ValueError(
-                    "`truncate=True` is not supported for packed rows. Move examples "
-                    "that do not fit to a different row."
-                )
-            fit_lengths(lengths.sum(axis=1), bucket, truncate=False)
             return self._collate_packed(rows, starts, lengths, bucket, pad_value)
-        lengths = fit_lengths(lengths, bucket, truncate)
         return self._collate_spans(rows, starts, lengths, bucket, pad_value)
 
     def collate_spans(
@@ -157,10 +152,12 @@ class TokenFile:
         """Returns a batch of one span of each example, such as a chunk.
 
         Args:
-          rows: `[B]` integers, the example in each row; -1 for an empty row.
-          begins: `[B]` integers, the first token of each span within its example.
-          lengths: `[B]` integers, the number of tokens of each span. Both `begins` and
-            `lengths` are ignored for empty rows.
+          rows: `[B]` integers, the example in each row, -1 for an empty row; or, for
+            packed rows, `[B, max_segments]` with -1 after the last example of a row.
+          begins: integers of the same shape, the first token of each span within its
+            example.
+          lengths: integers of the same shape, the number of tokens of each span. Both
+            `begins` and `lengths` are ignored for empty entries.
           bucket: the shape (B, T).
           pad_value: number that fills padded positions and empty rows, or a mapping
             from sequence feature to number (0 for features not named). A single nonzero
@@ -173,7 +170,10 @@ class TokenFile:
         rows = check_rows(rows, len(self), bucket)
         starts, example_lengths = self._bounds(rows)
         lengths = span_lengths(rows, begins, lengths, example_lengths)
-        lengths = fit_lengths(lengths, bucket, truncate=False)
+        check_row_lengths(lengths, bucket)
+        if rows.ndim == 2:
+            starts = starts + begins
+            return self._collate_packed(rows, starts, lengths, bucket, pad_value)
         return self._collate_spans(rows, starts + begins, lengths, bucket, pad_value)
 
     def _bounds(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.sizes import Sizes
 from jaxbucket.data.example import as_arrays
-from jaxbucket.data.source import PackedSource, RowSource, SpanSource, fingerprints
+from jaxbucket.data.source import RowSource, SpanSource, fingerprints, gathers
 
 
 def zip_sources(sources: Sequence[RowSource]) -> ZippedSource:
@@ -125,11 +125,8 @@ class ZippedSource:
           packed: whether rows hold several examples.
           left: the sequences that are truncated on the left.
         """
-        return all(
-            isinstance(source, PackedSource if packed else RowSource)
-            and (name not in left or isinstance(source, SpanSource))
-            for name, source in self._sources.items()
-        )
+        pairs = self._sources.items()
+        return all(gathers(source, packed, name in left) for name, source in pairs)
 
     def collate_sequences(
         self,

@@ -8,5 +8,6 @@ padded rows.
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
-    from jaxbucket.packing.packed_plan import PackedPlan, plan_packing
+    from jaxbucket.packing.packed_plan import PackedPlan
+    from jaxbucket.packing.planner import plan_packing
     from jaxbucket.packing.rows import Packing, pack

@@ -11,7 +11,9 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.row_choice import RowChoice, sparse_cost
 from jaxbucket.packing.row_patterns import fuller_patterns, row_patterns
+from jaxbucket.packing.rows import Packing, from_patterns
 from jaxbucket.packing.separation import log_variance, separation
 from jaxbucket.plan.flow.remainder import flow_remainders
 from jaxbucket.plan.histogram import grouped
@@ -24,39 +26,22 @@ _REFINEMENTS = 3
 # promising choices are then packed with all lengths, up to a total number of lengths
 # that takes about a second.
 _MAX_LENGTHS, _NUM_GROUPS, _MAX_LENGTHS_PACKED = 1024, 512, 100_000
-# The minimum cost of a step with sparse attention, as a share of its full cost.
-_MIN_COST_SHARE = 1e-3
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowChoice:
-    """The packed rows for one choice of T.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PatternChoice(RowChoice):
+    """The packed rows of examples with one length.
 
     Attributes:
       seq_lens: the chosen T, increasing.
-      padded_up_to: the T up to which examples get rows of their own; 0 if none.
       patterns: the rows.
-      plan: the buckets, with the cost of a step of each.
-      rows: `[K]` int64, the number of rows of each T.
-      segments: `[K]` numbers, the number of examples in the rows of each T.
-      padding: the share of padding in the rows.
-      separation: the share of the variance of lengths that is between batches.
-      cost: the cost of an epoch, remainders included.
     """
 
     seq_lens: tuple[int, ...]
-    padded_up_to: int
     patterns: list[Pattern]
-    plan: BucketPlan
-    rows: np.ndarray
-    segments: np.ndarray
-    padding: float
-    separation: float
-    cost: float
 
-    def weighted_cost(self, mixing: float) -> float:
-        """Returns the cost, raised by up to `mixing` if batches separate lengths."""
-        return self.cost * (1 + mixing * self.separation)
+    def packing(self, max_segments_per_row: int | None) -> Packing:
+        return from_patterns(self.patterns, self.seq_lens, max_segments_per_row)
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,7 +72,7 @@ class RowSearch:
     block_sparse: bool
     max_padding: float
     mixing: float = 0.0
-    choices: dict[tuple[tuple[int, ...], int], RowChoice] = dataclasses.field(
+    choices: dict[tuple[tuple[int, ...], int], PatternChoice] = dataclasses.field(
         default_factory=dict
     )
 
@@ -96,7 +81,7 @@ class RowSearch:
         self._has_batch: dict[int, bool] = {}
         self._variance = log_variance(self.values, self.counts)
 
-    def search(self, num_buckets: int) -> RowChoice:
+    def search(self, num_buckets: int) -> PatternChoice:
         """Returns the cheapest choice found, with at most `num_buckets` different T.
 
         If there are very many distinct lengths, the search first merges neighbors, and
@@ -124,7 +109,7 @@ class RowSearch:
         best = min([self.packed((self.last,)), *choices], key=self.rank)
         return self._cheapest([self._tightened(best)], best)
 
-    def packed(self, seq_lens: tuple[int, ...], padded_up_to: int = 0) -> RowChoice:
+    def packed(self, seq_lens: tuple[int, ...], padded_up_to: int = 0) -> PatternChoice:
         """Returns the rows for a choice of T.
 
         Args:
@@ -139,7 +124,7 @@ class RowSearch:
             self.choices[key] = self._choice(*key, patterns)
         return self.choices[key]
 
-    def fuller(self, choice: RowChoice) -> RowChoice:
+    def fuller(self, choice: PatternChoice) -> PatternChoice:
         """Returns the same choice of T with rows of the second packer if cheaper."""
         key = choice.seq_lens, choice.padded_up_to
         patterns = fuller_patterns(
@@ -147,7 +132,7 @@ class RowSearch:
         )
         return min([choice, self._choice(*key, patterns)], key=self.rank)
 
-    def _descend(self, num_buckets: int, grid: list[int]) -> RowChoice:
+    def _descend(self, num_buckets: int, grid: list[int]) -> PatternChoice:
         """Adds one T at a time, and then moves each of them in ever smaller steps."""
         best = self._cheapest([(x,) for x in grid], self.packed((self.last,)))
         for _ in range(num_buckets - 1):
@@ -164,7 +149,7 @@ class RowSearch:
         steps = extra_steps + int(math.log(self.last / self.values[0], _RATIO))
         return sorted({self._rounded(self.last / _RATIO**i) for i in range(steps)})
 
-    def _refined(self, best: RowChoice, ratio: float) -> RowChoice:
+    def _refined(self, best: PatternChoice, ratio: float) -> PatternChoice:
         """Returns the cheapest choice after moving or removing each T in turn."""
         for seq_len in best.seq_lens:
             others = [x for x in best.seq_lens if x != seq_len]
@@ -172,7 +157,7 @@ class RowSearch:
             best = self._cheapest([others, *([*others, x] for x in moved)], best)
         return best
 
-    def _tightened(self, choice: RowChoice) -> list[int]:
+    def _tightened(self, choice: PatternChoice) -> list[int]:
         """Returns the T of a choice, each reduced to the length of its fullest row."""
         longest: dict[int, int] = {}
         for row in choice.patterns:
@@ -181,8 +166,8 @@ class RowSearch:
         return [-(-length // multiple) * multiple for length in longest.values()]
 
     def _cheapest(
-        self, candidates: Iterable[Iterable[int]], best: RowChoice
-    ) -> RowChoice:
+        self, candidates: Iterable[Iterable[int]], best: PatternChoice
+    ) -> PatternChoice:
         """Returns the cheapest choice among valid candidates and the best so far."""
         choices = [best]
         for seq_lens in [tuple(sorted(set(x))) for x in candidates]:
@@ -195,9 +180,8 @@ class RowSearch:
         return min(choices, key=self.rank)
 
     def rank(self, choice: RowChoice) -> tuple[float, float]:
-        """Returns the sort key of a choice: excess padding, and then weighted cost."""
-        excess = max(choice.padding - self.max_padding, 0.0)
-        return excess, choice.weighted_cost(self.mixing)
+        """Returns the sort key of a choice."""
+        return choice.rank(self.max_padding, self.mixing)
 
     def _fits_batch(self, seq_len: int) -> bool:
         """Returns whether the budget allows a batch of this T.
@@ -216,7 +200,7 @@ class RowSearch:
 
     def _choice(
         self, seq_lens: tuple[int, ...], padded_up_to: int, patterns: list[Pattern]
-    ) -> RowChoice:
+    ) -> PatternChoice:
         """Returns the choice for given rows, with the cost of an epoch."""
         size = len(seq_lens)
         bucket = np.searchsorted(seq_lens, [x.seq_len for x in patterns])
@@ -245,13 +229,13 @@ class RowSearch:
             plan = dataclasses.replace(plan, step_costs=tuple(costs.tolist()))
         rows = rows.astype(np.int64)
         flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
-        return RowChoice(
-            seq_lens,
-            padded_up_to,
-            patterns,
-            plan,
-            rows,
-            segments,
+        return PatternChoice(
+            seq_lens=seq_lens,
+            padded_up_to=padded_up_to,
+            patterns=patterns,
+            plan=plan,
+            rows=rows,
+            segments=segments,
             padding=1 - float(self.values @ self.counts) / int(rows @ plan.boundaries),
             separation=separation(
                 *(bucket, logs / tokens, number * tokens),
@@ -268,10 +252,5 @@ class RowSearch:
         for bucket, attended in zip(plan.buckets, share.tolist(), strict=True):
             size, seq_len = bucket.batch_size, bucket.tokens_per_row
             x = [seq_len, self._rounded(seq_len / 2), self._rounded(seq_len / 4)]
-            y = np.array([cost_fn(size, n) for n in x])
-            # The quadratic coefficient in T is the cost of the pairs.
-            per_pair = np.polyfit(x, y, 2)[0] if len(set(x)) == 3 else 0.0
-            pairs = np.clip(per_pair * seq_len**2, 0.0, y[0])
-            sparse = max(y[0] - pairs * (1 - attended), _MIN_COST_SHARE * y[0])
-            costs.append(float(sparse))
+            costs.append(sparse_cost(x, [cost_fn(size, n) for n in x], attended))
         return costs

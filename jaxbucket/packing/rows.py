@@ -25,8 +25,11 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, check_parts, lengths_matrix
+from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.ratio import MaxRatio, checked_ratio
 from jaxbucket.base.sizes import Sizes, total
+from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.row_patterns import choose_fuller, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (
@@ -156,10 +159,12 @@ class Packing:
 @bar_if_slow("Packing")
 def pack(
     lengths: Lengths,
-    max_seq_len: int | Sequence[int] | Mapping[str, int] | Sequence[Mapping[str, int]],
+    max_seq_len: int | Mapping[str, int] | Sequence[int | Mapping[str, int]],
     *,
     max_segments_per_row: int | None = None,
     padded_up_to: int = 0,
+    overlong: Overlong | Mapping[str, Overlong] = "error",
+    max_ratio: MaxRatio | None = None,
 ) -> Packing:
     """Packs lengths into as few rows as possible.
 
@@ -198,14 +203,19 @@ def pack(
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
       padded_up_to: examples up to this length get rows of their own.
+      overlong: what happens to examples that are longer than the longest row, as in
+        `plan_buckets`. Plan with the same policy for `packing.row_lengths`.
+      max_ratio: the largest ratio between the lengths of two sequences, as in
+        `plan_buckets`. Plan with the same ratio.
 
     Returns:
       The `Packing` with fewer padded positions.
 
     Raises:
-      ValueError: if a length is not a positive integer or exceeds the longest row, or
-        `lengths` is empty; if a T or `max_segments_per_row` is not positive; if the
-        sequences differ in their numbers of examples, or do not match the capacities.
+      ValueError: if a length is not a positive integer or exceeds the longest row under
+        `overlong="error"`, or `lengths` is empty; if a T or `max_segments_per_row` is
+        not positive; if the sequences differ in their numbers of examples, or do not
+        match the capacities.
     """
     cap = check_cap(max_segments_per_row)
     up_to = min(check_integer("padded_up_to", padded_up_to), MAX_LENGTH)
@@ -213,13 +223,19 @@ def pack(
         raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
     if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
         _check_both(lengths, max_seq_len, up_to)
-        return _pack_sequences(
-            cast(Mapping, lengths), max_seq_len, max_segments_per_row
-        )
-    lengths = check_lengths(lengths)
+        parts = check_parts(cast(Mapping, lengths))
+        if overlong != "error" or max_ratio is not None:
+            longest = check_shapes(max_seq_len)[-1]
+            parts = kept_lengths(parts, longest, overlong, max_ratio)
+        return _pack_sequences(parts, max_seq_len, max_segments_per_row)
+    if max_ratio is not None:
+        checked_ratio(max_ratio, sequences=())
+    kept = check_lengths(cast(ArrayLike, lengths))
     seq_lens = check_seq_lens(cast(Any, max_seq_len))
-    values, counts = value_counts(lengths)
-    check_longest(lengths, seq_lens[-1])
+    if overlong != "error":
+        kept = kept_lengths(kept, seq_lens[-1], overlong)
+    values, counts = value_counts(kept)
+    check_longest(kept, seq_lens[-1])
     patterns = row_patterns(values, counts, seq_lens, cap, up_to)
     patterns = fuller_patterns(patterns, values, counts, seq_lens, cap, up_to)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
@@ -249,12 +265,9 @@ def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
 
 
 def _pack_sequences(
-    lengths: Mapping[str, ArrayLike],
-    max_seq_len: Any,
-    max_segments_per_row: int | None,
+    parts: Mapping[str, np.ndarray], max_seq_len: Any, max_segments_per_row: int | None
 ) -> Packing:
     """Returns the packing of examples with several sequences."""
-    parts = check_parts(lengths)
     capacities = check_shapes(max_seq_len, parts)
     shapes = np.array([list(x.values()) for x in capacities])
     rooms = shapes[-1].tolist()
@@ -340,9 +353,9 @@ def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
         example = int(np.argmax(lengths > max_seq_len))
         raise ValueError(
             f"`lengths[{example}]={lengths[example]}` exceeds the longest row, "
-            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, truncate or drop long "
-            f"examples in the source, or split it with `{split_line(max_seq_len)}` and "
-            "pack `source.lengths`."
+            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, pass `overlong='drop'` "
+            "or 'truncate' here and to the plan, or split the source with "
+            f"`{split_line(max_seq_len)}` and pack `source.lengths`."
         )
 
 

@@ -60,7 +60,7 @@ def check_capacities(
             raise ValueError(
                 f"`lengths[{name!r}][{example}]={column[example]}` exceeds the "
                 f"capacity of a row, `{argument}={capacity}`. Raise the capacity, or "
-                "leave out such examples."
+                "pass `overlong='drop'` or 'truncate' here and to the plan."
             )
     return checked
 

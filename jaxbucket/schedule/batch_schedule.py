@@ -26,14 +26,19 @@ from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
+from jaxbucket.plan.reports.epoch import (
+    Report,
+    changed_examples,
+    lag1_autocorrelation,
+    report,
+)
 from jaxbucket.schedule.balance import balance_rows, mean_imbalance
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import PackedRows, row_lengths
+from jaxbucket.schedule.packed_rows import packed_rows, row_lengths
 
 # Steps of an epoch over which the imbalance is averaged.
 _MAX_STEPS_MEASURED = 4096
@@ -152,7 +157,7 @@ class BatchSchedule(Schedule):
             self._row_lengths = row_lengths(packing, plan)
             self.max_segments = packing.max_segments
             slot_seed = self.seed if self._order.is_redrawn else None
-            self._packed_rows = PackedRows(packing, self.lengths, self.parts, slot_seed)
+            self._packed_rows = packed_rows(packing, plan, columns, slot_seed)
         self.balance = bool(balance)
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
@@ -164,7 +169,7 @@ class BatchSchedule(Schedule):
         batches_together = self.accumulate if group == "same" else 1
         self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
-            plan,
+            plan.of_rows if is_packed else plan,
             self._row_lengths,
             remainder=remainder,
             within=self._order.within,
@@ -278,7 +283,7 @@ class BatchSchedule(Schedule):
                 "hold with `replacement=True`. Count the batches of the schedule."
             )
         epoch = report(
-            self.plan.unpacked,
+            self._rows.plan,
             self._row_lengths,
             remainder=self.remainder,
             accumulate=self.accumulate,
@@ -290,10 +295,11 @@ class BatchSchedule(Schedule):
             packed = round(share * self.packing.num_examples)
             if rows is not None:
                 packed = int(self.packing.row_segments[rows].sum())
-            epoch = dataclasses.replace(epoch, packed_examples=packed)
+            changes = changed_examples(self.plan, self.columns)
+            epoch = dataclasses.replace(epoch, packed_examples=packed, **changes)
         if rows is None:
             return epoch
-        lengths = self.plan.kept_lengths(self._row_lengths[rows])
+        lengths = self._rows.plan.kept_lengths(self._row_lengths[rows])
         return epoch.with_lengths(lengths)
 
     def imbalance(self, num_devices: int, epoch: int = 0) -> float:

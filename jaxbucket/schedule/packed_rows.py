@@ -15,7 +15,7 @@ import numpy as np
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.lengths import lengths_matrix
+from jaxbucket.base.lengths import lengths_matrix, total_lengths
 from jaxbucket.base.permutation import fold, mix_each, permute_each
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
@@ -33,6 +33,8 @@ class PackedRows:
       lengths: `[N]` integers, one per example.
       parts: sequence name -> `[N]` lengths; None unless examples have several
         sequences.
+      examples: `[N]` integers, the index of each example in the source; None for 0 to
+        N - 1.
       seed: the seed of the permutations; None for source order in every epoch.
 
     Raises:
@@ -44,6 +46,7 @@ class PackedRows:
         packing: Packing,
         lengths: np.ndarray,
         parts: Mapping[str, np.ndarray] | None,
+        examples: np.ndarray | None,
         seed: int | None,
     ):
         self._packing = packing
@@ -61,6 +64,8 @@ class PackedRows:
         self._examples = _by_length(lengths)
         slots = _by_length(slot_lengths)
         ordered = lengths[self._examples]
+        if examples is not None:
+            self._examples = examples[self._examples]
         self._check_same(ordered, slot_lengths[slots])
         # Every length has as many slots as examples, so sorted slots match examples.
         self._places = np.empty(len(slots), slots.dtype)
@@ -74,8 +79,9 @@ class PackedRows:
             raise ValueError(
                 f"`packing` was created for {len(packed)} examples with "
                 f"{self._packing.slot_lengths.sum()} tokens, which are not the "
-                f"{len(lengths)} examples of `lengths`. The data changed since it was "
-                "packed: pack these lengths."
+                f"{len(lengths)} examples of `lengths` that the plan keeps. The data "
+                "changed since it was packed, or the plan has a different `overlong`: "
+                "pack these lengths, with `overlong` and `max_ratio` of the plan."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -112,6 +118,29 @@ class PackedRows:
         starts, sizes = self._starts[group], self._sizes[group]
         keys = mix_each(self._lengths[group], fold(self._seed, epoch, _SLOT_KEY))
         return self._examples[starts + permute_each(places - starts, sizes, keys)]
+
+
+def packed_rows(
+    packing: Packing, plan: BucketPlan, lengths: np.ndarray, seed: int | None
+) -> PackedRows:
+    """Returns the packed rows of the examples that a plan keeps.
+
+    Args:
+      packing: the packing of these examples.
+      plan: the shapes, and the policy for overlong examples.
+      lengths: `[N]` or `[N, Q]` integers that the plan accepts.
+      seed: the seed of the permutations; None for source order in every epoch.
+
+    Raises:
+      ValueError: if `packing` was created for different lengths.
+    """
+    is_kept = plan.assign(lengths) >= 0
+    examples = None if is_kept.all() else np.flatnonzero(is_kept)
+    kept = plan.truncated(lengths if examples is None else lengths[examples])
+    parts = None
+    if plan.sequences:
+        parts = dict(zip(plan.sequences, kept.T, strict=True))
+    return PackedRows(packing, total_lengths(kept), parts, examples, seed)
 
 
 def _kinds(
@@ -159,4 +188,4 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
             f"`packing` has rows of {row} tokens, which do not fit the longest "
             f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
         )
-    return plan.check(lengths)
+    return plan.of_rows.check(lengths)

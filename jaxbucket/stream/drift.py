@@ -15,8 +15,8 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.sizes import total
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.packed_plan import plan_packing
 from jaxbucket.packing.pattern import positions
+from jaxbucket.packing.planner import plan_packing
 from jaxbucket.plan.flow.dominance import is_maximal
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.planner import plan_buckets
@@ -228,7 +228,7 @@ class DriftMonitor:
         if plan.sequences:
             longest = plan.seq_lens[is_maximal(plan.seq_lens)]
             lengths = np.concatenate([plan.kept_lengths(lengths), longest])
-        return plan_buckets(
+        best = plan_buckets(
             self._by_sequence(lengths),
             max_tokens=plan.max_tokens,
             max_batch_size=self._max_batch_size,
@@ -238,6 +238,8 @@ class DriftMonitor:
             max_seq_len=plan.max_seq_lens if plan.sequences else plan.max_seq_len,
             overlong=plan.overlong,
         )
+        # Set last, because the added shapes may exceed the ratio.
+        return dataclasses.replace(best, max_ratio=plan.max_ratio)
 
     def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:
         """Returns the best plan for packed rows, with at least two T.

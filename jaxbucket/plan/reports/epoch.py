@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,6 +15,7 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.ratio import within_ratio
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import (
@@ -24,6 +25,13 @@ from jaxbucket.plan.flow.remainder import (
     filler_bucket,
 )
 from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_name
+
+# The fields about examples that are left out or changed; `_changes` returns the first.
+_CHANGES = (
+    *("dropped_examples", "filtered_examples"),
+    *("truncated_examples", "truncated_tokens"),
+    *("split_examples", "chunks"),
+)
 
 
 def report(
@@ -76,7 +84,6 @@ def report(
         rows, full = last_chunks(lengths, plan.max_seq_len)
     rows = plan.check(rows)
     index = plan.assign(rows)
-    totals, used = total_lengths(rows), total_lengths(plan.truncated(rows))
     counts, by_sequence = _by_bucket(plan, index, plan.truncated(rows))
     counts[-1] += full
     by_sequence[-1] += full * int(plan.tokens_per_row[-1])
@@ -93,7 +100,6 @@ def report(
     real = round(float((tokens * shares).sum()))
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
     in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
-    lost = (totals - used)[(index >= 0) & (used < totals)]
     split = int(np.count_nonzero(np.asarray(lengths) > plan.max_seq_len)) if full else 0
     return Report(
         buckets=_bucket_reports(plan, flow, batches, tokens),
@@ -105,15 +111,38 @@ def report(
         padding_in_rows=(in_rows - real) / max(padded, 1),
         padding_in_empty_rows=(padded - in_rows) / max(padded, 1),
         left_over_examples=int(flow.dropped.sum()),
-        dropped_examples=int(np.count_nonzero(index < 0)),
-        truncated_examples=len(lost),
-        truncated_tokens=int(lost.sum()),
+        **_changes(plan, rows, index),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         split_examples=split,
         chunks=split + full,
         sequence_tokens=tokens_by_name(plan.sequences, shares @ by_sequence),
     )
+
+
+def changed_examples(plan: BucketPlan, lengths: Lengths) -> dict[str, int]:
+    """Returns the fields of a `Report` about examples left out, truncated or split.
+
+    Args:
+      plan: the shapes.
+      lengths: as for `report`.
+    """
+    epoch = report(plan.unpacked, lengths)
+    return {name: getattr(epoch, name) for name in _CHANGES}
+
+
+def _changes(
+    plan: BucketPlan, lengths: np.ndarray, index: np.ndarray
+) -> dict[str, Any]:
+    """Returns the numbers of examples that are left out or truncated."""
+    is_within = within_ratio(lengths, plan.sequences, plan.max_ratio)
+    totals, used = total_lengths(lengths), total_lengths(plan.truncated(lengths))
+    lost = (totals - used)[(index >= 0) & (used < totals)]
+    numbers = (
+        *(np.count_nonzero((index < 0) & is_within), np.count_nonzero(~is_within)),
+        *(len(lost), lost.sum()),
+    )
+    return dict(zip(_CHANGES, map(int, numbers), strict=False))
 
 
 def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:

@@ -60,6 +60,7 @@ class Report:
       left_over_examples: examples left out of an epoch because they do not fill a
         batch.
       dropped_examples: examples left out because they are too long.
+      filtered_examples: examples left out because of the plan's `max_ratio`.
       truncated_examples: examples truncated because they are too long.
       truncated_tokens: positions removed from the truncated examples.
       epoch_cost: sum of the costs of the steps.
@@ -96,6 +97,7 @@ class Report:
     truncated_tokens: int
     epoch_cost: float
     cost_unit: str
+    filtered_examples: int = 0
     split_examples: int = 0
     chunks: int = 0
     packed_examples: int = 0
@@ -158,7 +160,7 @@ class Report:
             names.append(f"share of\n{'time' if self.cost_unit == 's' else 'cost'}")
         rows = (
             (
-                *(str(b.batch_size), *map(str, _sizes(b.seq_len))),
+                *(str(b.batch_size), *map(str, sizes(b.seq_len))),
                 *(f"{n:,}" for n in (b.examples, b.carried, b.batches, b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}", f"{b.cost_share:.1%}"),
             )
@@ -224,6 +226,11 @@ class Report:
             lines.append(
                 f"{self.dropped_examples:,} examples are too long and are dropped."
             )
+        if self.filtered_examples:
+            lines.append(
+                f"{self.filtered_examples:,} examples exceed `max_ratio` and are left "
+                "out."
+            )
         if self.truncated_examples:
             lines.append(
                 f"{self.truncated_examples:,} examples are too long and are truncated; "
@@ -248,10 +255,11 @@ class Report:
 
 
 def _squares(seq_len: int | dict[str, int]) -> int:
-    return sum(size**2 for size in _sizes(seq_len))
+    return sum(size**2 for size in sizes(seq_len))
 
 
-def _sizes(seq_len: int | dict[str, int]) -> Collection[int]:
+def sizes(seq_len: int | dict[str, int]) -> Collection[int]:
+    """Returns T, or that of each of several sequences, as a collection."""
     return seq_len.values() if isinstance(seq_len, dict) else [seq_len]
 
 

@@ -1,0 +1,322 @@
+"""Searches for the shapes of packed rows of examples with several sequences.
+
+The search adds one shape at a time, and then moves each of them. It packs a sample of
+the examples for each choice, and all examples for the most promising choices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.permutation import permute
+from jaxbucket.packing.pattern import Pattern
+from jaxbucket.packing.row_choice import RowChoice, sparse_cost
+from jaxbucket.packing.rows import Packing, pack
+from jaxbucket.packing.separation import log_variance, separation
+from jaxbucket.packing.sequences import count_kinds
+from jaxbucket.packing.vector_best_fit import fit_sequences
+from jaxbucket.plan.flow.epoch import epoch_flow
+from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.sequence_limits import SequenceLimits
+
+# The ratio between neighboring shapes of the first grid. Refinements use smaller ones.
+_RATIO = math.sqrt(2)
+_REFINEMENTS = 3
+# The examples that the search packs, and how many it packs in all at its end.
+_SAMPLE = 1024
+_MAX_PACKED = 400_000
+_SEED = 0x5A3
+
+# The T of each sequence.
+Shape: TypeAlias = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ShapeChoice(RowChoice):
+    """The packed rows of examples with several sequences, for one choice of shapes.
+
+    Attributes:
+      shapes: the chosen shapes, by increasing number of tokens.
+      longest: `[K, Q]` integers, the fullest row of each shape in each sequence.
+      rows_of_all: the rows with slots for all examples; None for a sample.
+    """
+
+    shapes: tuple[Shape, ...]
+    longest: np.ndarray
+    rows_of_all: Packing | None = None
+
+    def packing(self, max_segments_per_row: int | None) -> Packing:
+        assert self.rows_of_all is not None
+        return self.rows_of_all
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Groups of equal rows.
+
+    Attributes:
+      lengths: `[P, Q]` integers, the tokens of each sequence in a row.
+      numbers: `[P]` integers, the number of such rows.
+      segments: `[P]` integers, the number of examples in a row.
+      pairs: `[P]` integers, the number of pairs of tokens of the same example.
+      logs: `[P]`, the sum over tokens of the logarithm of the length of their example.
+    """
+
+    lengths: np.ndarray
+    numbers: np.ndarray
+    segments: np.ndarray
+    pairs: np.ndarray
+    logs: np.ndarray
+
+    @classmethod
+    def of_slots(
+        cls, slots: np.ndarray, starts: np.ndarray, numbers: np.ndarray
+    ) -> _Rows:
+        """Returns rows from the lengths in their slots, `[S, Q]`, one after another."""
+        totals = slots.sum(axis=1, dtype=np.int64)
+        return cls(
+            np.add.reduceat(slots, starts, axis=0, dtype=np.int64),
+            numbers,
+            np.diff(starts, append=len(slots)),
+            np.add.reduceat(totals * totals, starts),
+            np.add.reduceat(totals * np.log(totals), starts),
+        )
+
+
+class ShapeSearch:
+    """Packs given lengths into rows of any shapes, and computes the cost of an epoch.
+
+    Args:
+      lengths: `[N, Q]` integers, a row for each example.
+      limits: the limits and the costs of packed rows.
+      max_segments_per_row: the maximum number of examples in a row; None for no limit.
+      block_sparse: whether attention takes time within examples only.
+      max_padding: the maximum share of padding in the rows.
+      mixing: the share of the cost that is added for batches of equal lengths.
+
+    Attributes:
+      last: the longest T of each sequence.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        limits: SequenceLimits,
+        max_segments_per_row: int | None,
+        block_sparse: bool,
+        max_padding: float,
+        mixing: float,
+    ):
+        self._lengths = lengths
+        self._limits = limits
+        self._max_segments = max_segments_per_row
+        self._block_sparse = block_sparse
+        self._max_padding = max_padding
+        self._mixing = mixing
+        self.last: Shape = tuple(limits.max_seq_lens(lengths).tolist())
+        self._least = tuple(limits.rounded(lengths.max(axis=0)).tolist())
+        totals = lengths.sum(axis=1, dtype=np.int64)
+        self._variance = log_variance(totals, np.ones_like(totals))
+        self._sampled: dict[tuple[Shape, ...], ShapeChoice] = {}
+        self._kinds, self._counts = count_kinds(self._sample(), self.last)
+
+    def _sample(self) -> np.ndarray:
+        """Returns the lengths of a sample of the examples, `[n, Q]`."""
+        size = len(self._lengths)
+        sample = permute(np.arange(min(size, _SAMPLE)), size, _SEED)
+        return self._lengths[sample]
+
+    def search(self, num_buckets: int) -> ShapeChoice:
+        """Returns the cheapest choice found, with at most `num_buckets` shapes."""
+        grid = self._grid()
+        best = self._cheapest([(x,) for x in grid], self._of_sample((self.last,)))
+        for _ in range(num_buckets - 1):
+            cheapest = self._cheapest([(*best.shapes, x) for x in grid], best)
+            if cheapest is best:
+                break
+            best = cheapest
+        for turn in range(_REFINEMENTS):
+            best = self._refined(best, _RATIO ** (0.5**turn))
+        promising = sorted(self._sampled.values(), key=self.rank)
+        number = max(1, min(4, _MAX_PACKED // len(self._lengths)))
+        choices = [self.packed(choice.shapes) for choice in promising[:number]]
+        best = min([self.packed((self.last,)), *choices], key=self.rank)
+        tight = _sorted(self._tightened(best))
+        if not self._is_valid(tight):
+            return best
+        return min([self.packed(tight), best], key=self.rank)
+
+    def rank(self, choice: RowChoice) -> tuple[float, float]:
+        """Returns the sort key of a choice."""
+        return choice.rank(self._max_padding, self._mixing)
+
+    def packed(self, shapes: Iterable[Shape]) -> ShapeChoice:
+        """Returns the rows of all examples for a choice of shapes.
+
+        Args:
+          shapes: the T of each sequence in each shape; one of them is the longest in
+            every sequence.
+        """
+        shapes = _sorted(shapes)
+        names = self._limits.sequences
+        packing = pack(
+            dict(zip(names, self._lengths.T, strict=True)),
+            [dict(zip(names, shape, strict=True)) for shape in shapes],
+            max_segments_per_row=self._max_segments,
+        )
+        assert packing.slot_parts is not None
+        ones = np.ones(packing.num_rows, np.int64)
+        rows = _Rows.of_slots(packing.slot_parts, packing.row_splits[:-1], ones)
+        choice = self._choice(shapes, rows, scale=1.0)
+        return dataclasses.replace(choice, rows_of_all=packing)
+
+    def _of_sample(self, shapes: Iterable[Shape]) -> ShapeChoice:
+        """Returns the rows of the sample for a choice of shapes."""
+        shapes = _sorted(shapes)
+        if shapes not in self._sampled:
+            cap = self._max_segments or len(self._lengths)
+            patterns = fit_sequences(
+                self._kinds, self._counts, np.array(shapes, np.int64), cap
+            )
+            rows = _rows_of_patterns(patterns, self._kinds)
+            scale = len(self._lengths) / int(self._counts.sum())
+            self._sampled[shapes] = self._choice(shapes, rows, scale)
+        return self._sampled[shapes]
+
+    def _grid(self) -> list[Shape]:
+        """Returns shapes in proportion to the longest T, or to the mean lengths."""
+        last, least = np.array(self.last), np.array(self._least)
+        mean = self._lengths.mean(axis=0)
+        fits = (last / mean).min()
+        shortest = self._lengths.min(axis=0)
+        shapes = set()
+        for direction in (last, mean * fits):
+            steps = int(math.log((direction / shortest).max(), _RATIO)) + 1
+            sizes = [direction / _RATIO**i for i in range(steps)]
+            shapes.update(map(self._rounded, sizes))
+            # These hold every example.
+            shapes.update(self._rounded(np.maximum(x, least)) for x in sizes)
+        return sorted(shapes)
+
+    def _refined(self, best: ShapeChoice, ratio: float) -> ShapeChoice:
+        """Returns the cheapest choice after moving or removing each shape in turn."""
+        for shape in best.shapes:
+            others = [x for x in best.shapes if x != shape]
+            best = self._cheapest(
+                [others, *([*others, x] for x in self._moved(shape, ratio))], best
+            )
+        return best
+
+    def _moved(self, shape: Shape, ratio: float) -> list[Shape]:
+        """Returns the shape with all its T, or one of them, longer or shorter."""
+        size = len(shape)
+        chosen = [np.ones(size, bool), *np.eye(size, dtype=bool)]
+        return [
+            self._rounded(np.where(which, np.array(shape) * factor, shape))
+            for which in chosen
+            for factor in (ratio, 1 / ratio)
+        ]
+
+    def _tightened(self, choice: ShapeChoice) -> list[Shape]:
+        """Returns the shapes of a choice, reduced to their fullest rows."""
+        tight = self._limits.rounded(choice.longest[choice.rows > 0])
+        tight[-1] = np.maximum(tight[-1], tight.max(axis=0))
+        return [tuple(shape) for shape in tight.tolist()]
+
+    def _cheapest(
+        self, candidates: Iterable[Iterable[Shape]], best: ShapeChoice
+    ) -> ShapeChoice:
+        """Returns the cheapest choice among valid candidates and the best so far."""
+        choices = [self._of_sample(x) for x in candidates if self._is_valid(_sorted(x))]
+        return min([best, *choices], key=self.rank)
+
+    def _is_valid(self, shapes: tuple[Shape, ...]) -> bool:
+        """Returns whether `pack` takes the shapes, and each fits the budget."""
+        array = np.array(shapes, np.int64)
+        totals = array.sum(axis=1)
+        return (
+            len(shapes) > 0
+            and bool(np.all(np.diff(totals) > 0))
+            and bool(np.all(array[-1] >= array.max(axis=0)))
+            and bool(np.all(array[-1] >= self._least))
+            and bool(np.all(self._limits.batch_sizes(array) > 0))
+        )
+
+    def _rounded(self, sizes: np.ndarray) -> Shape:
+        multiples = self._limits.multiples
+        rounded = np.maximum(np.rint(sizes / multiples), 1).astype(np.int64) * multiples
+        return tuple(np.minimum(rounded, self.last).tolist())
+
+    def _choice(
+        self, shapes: tuple[Shape, ...], rows: _Rows, scale: float
+    ) -> ShapeChoice:
+        """Returns the choice for given rows, with the cost of an epoch.
+
+        Args:
+          shapes: the shapes.
+          rows: the rows of a sample of the examples.
+          scale: the number of examples by that of the sample.
+        """
+        plan, size = self._limits.plan(np.array(shapes, np.int64)), len(shapes)
+        index = plan.assign(rows.lengths).astype(np.int64)
+        numbers, segments, pairs = (
+            np.bincount(index, x, size) * scale
+            for x in (
+                *(rows.numbers, rows.numbers * rows.segments),
+                rows.numbers * rows.pairs,
+            )
+        )
+        numbers = np.ceil(numbers - 1e-9).astype(np.int64)
+        if self._block_sparse:
+            share = pairs / np.maximum(numbers, 1) / np.square(plan.tokens_per_row)
+            plan = dataclasses.replace(plan, step_costs=self._sparse_costs(plan, share))
+        flow = epoch_flow(plan, numbers, "cheapest")
+        totals = rows.lengths.sum(axis=1)
+        longest = np.zeros_like(plan.seq_lens)
+        np.maximum.at(longest, index, rows.lengths)
+        return ShapeChoice(
+            plan=plan,
+            rows=numbers,
+            segments=segments,
+            padding=1 - float(rows.numbers @ totals) / _positions(plan, rows, index),
+            separation=separation(
+                *(index, rows.logs / totals, rows.numbers * totals),
+                *(plan.batch_sizes, self._variance),
+            ),
+            cost=float(epoch_cost(flow.batches, plan.costs)),
+            shapes=shapes,
+            longest=longest,
+        )
+
+    def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> tuple[float, ...]:
+        """Returns the costs of steps that attend to a share of all pairs, `[K]`."""
+        costs = []
+        rows = zip(plan.batch_sizes, plan.seq_lens, share.tolist(), strict=True)
+        for batch_size, seq_lens, attended in rows:
+            scaled = np.array([self._rounded(seq_lens / n) for n in (1, 2, 4)])
+            batch_sizes = np.full(len(scaled), batch_size)
+            dense = self._limits.costs(batch_sizes, scaled).tolist()
+            costs.append(sparse_cost(scaled.sum(axis=1).tolist(), dense, attended))
+        return tuple(costs)
+
+
+def _rows_of_patterns(patterns: Sequence[Pattern], kinds: np.ndarray) -> _Rows:
+    sizes = np.array([len(pattern.slots) for pattern in patterns])
+    slots = np.concatenate([pattern.slots for pattern in patterns])
+    numbers = np.array([pattern.rows for pattern in patterns])
+    return _Rows.of_slots(kinds[slots], np.cumsum(sizes) - sizes, numbers)
+
+
+def _positions(plan: BucketPlan, rows: _Rows, index: np.ndarray) -> int:
+    return int(rows.numbers @ plan.tokens_per_row[index])
+
+
+def _sorted(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """Returns distinct shapes, by increasing number of tokens."""
+    return tuple(sorted({*map(tuple, shapes)}, key=lambda shape: (sum(shape), shape)))
