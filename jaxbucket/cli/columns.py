@@ -117,15 +117,14 @@ def several_limits(shape: ShapeOptions, columns: Sequence[str]) -> SequenceLimit
 def read_columns(path: pathlib.Path, columns: Sequence[str]) -> Any:
     """Returns the lengths in a file, `[N]`; by name if there are several columns.
 
-    The file is read once for each column.
-
     Args:
       path: the file of lengths.
       columns: the values of `--column`.
     """
+    lengths = read_lengths(path, columns)
     if len(columns) > 1:
-        return {column: read_lengths(path, column) for column in columns}
-    return read_lengths(path, columns[0] if columns else None)
+        return dict(zip(columns, lengths, strict=True))
+    return lengths[0]
 
 
 def read_for_plan(plan: BucketPlan, path: pathlib.Path, columns: Sequence[str]) -> Any:

@@ -61,7 +61,7 @@ def measure(
     SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl, .parquet, .array_record, or text
     with one example per line. Line-based files may be gzipped. Integers are used as
     lengths, lists are measured by their number of elements, and text is measured in
-    --unit. If you repeat --column, each column is measured, in a pass of its own.
+    --unit. If you repeat --column, all columns are measured in one pass.
     SOURCE can also be module:function, a function without arguments that
     returns a random-access source, an array of lengths, or an iterable of examples.
     """
@@ -72,10 +72,11 @@ def measure(
     names = columns or (None,)
     with new_figure(plot, 8, 6 * len(names)) as figure:
         rule = _measure(unit, length_fn)
-        lengths = {x: _measured(source, x, rule, num_workers) for x in names}
+        measured = _measured(source, columns, rule, num_workers)
+        lengths = dict(zip(names, measured, strict=True))
         if output:
             with atomic_write("--output", output) as file:
-                _save(file, list(lengths.values()), columns)
+                _save(file, measured, columns)
         if figure:
             from jaxbucket.plan.reports.plots import plot_histogram
 
@@ -125,15 +126,15 @@ def _measure(unit: Unit | None, length_fn: str | None) -> Measure:
 
 
 def _measured(
-    source: str, column: str | None, measure: Measure, num_workers: int
-) -> np.ndarray:
+    source: str, columns: Sequence[str], measure: Measure, num_workers: int
+) -> list[np.ndarray]:
     path = pathlib.Path(source)
     # A file may have a colon in its name.
     if not path.exists():
         from jaxbucket.data.lengths.functions import is_function_name, measure_function
 
         if is_function_name(source):
-            return measure_function(source, column, measure, num_workers)
+            return measure_function(source, columns, measure, num_workers)
         raise ValueError(
             f"`{source}` does not exist. Pass a file, or a function as module:function."
         )
@@ -142,4 +143,4 @@ def _measured(
             f"`--num-workers {num_workers}` has no effect on a file, which one process "
             "reads. Remove it, or pass a source as module:function."
         )
-    return read_lengths(path, column, measure)
+    return read_lengths(path, columns, measure)

@@ -275,6 +275,20 @@ def test_several_columns_are_measured(files):
     assert "steps per epoch" in run("plan", "lengths.npz", *columns)
 
 
+def test_a_function_is_called_once_for_several_columns(files, monkeypatch):
+    lines = [
+        "def pairs():",
+        "    with open('calls', 'a') as file: file.write('pairs ')",
+        "    return iter([{'a': [1], 'b': [2, 3]}])",
+    ]
+    (files / "given_pairs.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(files)
+    columns = ("--column", "b", "--column", "a")
+    numbers = json.loads(run("measure", "given_pairs:pairs", *columns, "--json"))
+    assert numbers["a"]["total"] == 1 and numbers["b"]["total"] == 2
+    assert (files / "calls").read_text() == "pairs "
+
+
 def test_several_measured_columns_are_written_as_npz():
     message = refused("measure", "pairs.npz", *BOTH, "-o", "lengths.npy")
     assert "several columns are written as .npz. Name the file lengths.npz." in message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.lengths.records import read_array_record, read_parquet
 from jaxbucket.data.lengths.text import (
     ShowProgress,
-    chosen_column,
+    check_no_columns,
+    chosen_columns,
     empty_file_error,
     incomplete_file_error,
     read_csv,
@@ -28,7 +29,9 @@ _NUMPY = (".npy", ".npz")
 _MAGIC = (b"\x93NUMPY", b"PK\x03\x04", b"PK\x05\x06")
 _READERS: dict[
     str,
-    Callable[[pathlib.Path, str | None, Measure, ShowProgress], Iterator[np.ndarray]],
+    Callable[
+        [pathlib.Path, Sequence[str], Measure, ShowProgress], Iterator[np.ndarray]
+    ],
 ] = {
     ".csv": read_csv,
     ".tsv": read_csv,
@@ -41,9 +44,9 @@ _READERS: dict[
 
 
 def read_lengths(
-    path: pathlib.Path, column: str | None = None, measure: Measure | None = None
-) -> np.ndarray:
-    """Returns the length of every example in a file.
+    path: pathlib.Path, columns: Sequence[str] = (), measure: Measure | None = None
+) -> list[np.ndarray]:
+    """Returns the lengths of every example in a file, which is read once.
 
     The suffix determines the format: `.npy`, `.npz`, `.csv`, `.tsv`, `.jsonl`,
     `.parquet` or `.array_record`. Any other file is text, with an example or a length
@@ -55,16 +58,16 @@ def read_lengths(
       >>> path = pathlib.Path(tempfile.mkdtemp(), "lines.txt")
       >>> _ = path.write_text("to be\\nor not to be\\n")
       >>> read_lengths(path, measure=Measure("words"))
-      array([2, 4], dtype=int32)
+      [array([2, 4], dtype=int32)]
 
     Args:
       path: path of the file.
-      column: name of the array, column or field. Required if there are several.
+      columns: names of arrays, columns or fields. Required if there are several.
       measure: rule that determines the length of an example. By default integers are
         lengths, and lists and bytes are measured.
 
     Returns:
-      `[N]` integers from 1 to 2**31 - 1.
+      `[N]` integers from 1 to 2**31 - 1 for each of `columns`; one array by default.
 
     Raises:
       ValueError: if the file is missing, empty, truncated, or not of the format of its
@@ -76,19 +79,18 @@ def read_lengths(
     measure = measure or Measure()
     try:
         if _kind(path) in _NUMPY:
-            return _read_numpy(path, column, measure)
+            return _read_numpy(path, columns, measure)
         read = _READERS.get(_kind(path), read_text)
         with reading_bar(path.stat().st_size) as progress:
-            parts = list(read(path, column, measure, progress))
+            parts = list(read(path, columns, measure, progress))
     except OSError as error:
         raise ValueError(
             f"`{path}` cannot be read: {error.strerror or error}. Pass a "
             "different file."
         ) from None
-    lengths = np.concatenate([np.empty(0, np.int32), *parts])
-    if not len(lengths):
+    if not any(part.size for part in parts):
         raise empty_file_error(path)
-    return lengths
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
 def _kind(path: pathlib.Path) -> str:
@@ -100,21 +102,23 @@ def _kind(path: pathlib.Path) -> str:
     return kind
 
 
-def _read_numpy(path: pathlib.Path, column: str | None, measure: Measure) -> np.ndarray:
+def _read_numpy(
+    path: pathlib.Path, columns: Sequence[str], measure: Measure
+) -> list[np.ndarray]:
     if measure != Measure():
         raise ValueError(
             f"`{path}` contains lengths, not examples. Remove `--unit` and "
             "`--length-fn`."
         )
-    array = _load(path, column)
+    arrays = _load(path, columns)
     try:
-        return check_lengths(array)
+        return [check_lengths(array) for array in arrays]
     except ValueError as error:
         raise ValueError(f"`{path}`: {error}") from None
 
 
-def _load(path: pathlib.Path, column: str | None) -> np.ndarray:
-    """Returns the array of a `.npy` file, or one of the arrays of a `.npz` file."""
+def _load(path: pathlib.Path, columns: Sequence[str]) -> list[np.ndarray]:
+    """Returns the array of a `.npy` file, or the chosen ones of a `.npz` file."""
     if not path.stat().st_size:
         raise empty_file_error(path)
     with path.open("rb") as file:
@@ -124,14 +128,11 @@ def _load(path: pathlib.Path, column: str | None) -> np.ndarray:
         with _numpy_errors(path):
             loaded = np.load(file)
         if isinstance(loaded, np.lib.npyio.NpzFile):
-            name = chosen_column(path, loaded.files, column)
+            names = chosen_columns(path, loaded.files, columns)
             with _numpy_errors(path):
-                return loaded[name]
-    if column is not None:
-        raise ValueError(
-            f"`{path}` has one array without a name. Remove `--column {column}`."
-        )
-    return loaded
+                return [loaded[name] for name in names]
+    check_no_columns(columns, f"`{path}` has one array without a name")
+    return [loaded]
 
 
 @contextlib.contextmanager

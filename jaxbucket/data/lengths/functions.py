@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,22 +73,24 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def measure_function(
     name: str,
-    column: str | None = None,
+    columns: Sequence[str] = (),
     measure: Measure | None = None,
     num_workers: int = 0,
-) -> np.ndarray:
-    """Returns the length of every example that a function returns.
+) -> list[np.ndarray]:
+    """Returns the lengths of every example that a function returns.
+
+    The function is called once, and each example is read once.
 
     Args:
       name: `module:function`, where the function takes no arguments and returns a
         source, an array of lengths, or an iterable of examples.
-      column: name of the feature to measure.
+      columns: names of the features to measure. By default an example has one length.
       measure: rule that determines the length of an example. By default as in
         `measure_lengths`.
       num_workers: number of worker processes that measure a source.
 
     Returns:
-      `[N]` integers from 1 to 2**31 - 1.
+      `[N]` integers from 1 to 2**31 - 1 for each of `columns`; one array by default.
 
     Raises:
       ValueError: if there is no such function, if it raises or returns anything else,
@@ -102,7 +105,7 @@ def measure_function(
             "without arguments."
         ) from error
     try:
-        return _measure_returned(returned, column, measure or Measure(), num_workers)
+        return _measure_returned(returned, columns, measure or Measure(), num_workers)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"`{name}`: {error}") from error
     except (Exception, SystemExit) as error:
@@ -111,8 +114,8 @@ def measure_function(
 
 
 def _measure_returned(
-    returned: Any, column: str | None, measure: Measure, num_workers: int
-) -> np.ndarray:
+    returned: Any, columns: Sequence[str], measure: Measure, num_workers: int
+) -> list[np.ndarray]:
     by_default = measure == Measure()
     # Special methods are looked up on the type, so that a class is not a source.
     has_indices = hasattr(type(returned), "__getitem__")
@@ -122,20 +125,25 @@ def _measure_returned(
             f"the function returned {short_repr(returned)}. Return a random-access "
             "source, an array of lengths, or an iterable of examples."
         )
-    if isinstance(returned, np.ndarray) and by_default:
-        return check_lengths(returned)
-    length_of = functools.partial(_example_length, column, measure)
+    if isinstance(returned, np.ndarray) and by_default and not columns:
+        return [check_lengths(returned)]
+    names = columns or (None,)
+    functions = {x: functools.partial(_example_length, x, measure) for x in names}
     if not has_indices or not hasattr(type(returned), "__len__"):
-        return _measure_iterable(returned, length_of)
+        return _measure_iterable(returned, functions)
     if isinstance(returned, RowSource) and by_default:
-        return measure_lengths(returned, sequences=column and [column])
+        # Its lengths are known, so that no example is read.
+        return [measure_lengths(returned, sequences=x and [x]) for x in names]
+    several = len(names) > 1
     source: Any = returned
-    return measure_lengths(
+    length_fn: Any = functions if several else functions[names[0]]
+    lengths: Any = measure_lengths(
         source,
-        length_fn=length_of,
+        length_fn=length_fn,
         num_workers=num_workers,
         progress=sys.stderr.isatty(),
     )
+    return [lengths[name] for name in names] if several else [lengths]
 
 
 def _example_length(column: str | None, measure: Measure, example: Any) -> int:
@@ -156,14 +164,21 @@ def _example_length(column: str | None, measure: Measure, example: Any) -> int:
 
 
 def _measure_iterable(
-    examples: Iterable[Any], length_of: Callable[[Any], int]
-) -> np.ndarray:
+    examples: Iterable[Any], functions: Mapping[str | None, Callable[[Any], int]]
+) -> list[np.ndarray]:
+    places = [
+        "example" if name is None else f"feature {name!r} of example"
+        for name in functions
+    ]
+    rows = (
+        (number, [functools.partial(x, example) for x in functions.values()])
+        for number, example in enumerate(_iterate(examples))
+    )
     with reading_bar(None):
-        parts = list(measure_all("example", enumerate(_iterate(examples)), length_of))
-    lengths = np.concatenate(parts)
-    if not len(lengths):
+        parts = list(measure_all(places, rows, operator.call))
+    if not any(part.size for part in parts):
         raise ValueError("the function returned no examples. Return at least one.")
-    return lengths
+    return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 
 def _iterate(examples: Iterable[Any]) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.data.lengths.text import (
     ShowProgress,
     check_columns,
-    chosen_column,
+    check_no_columns,
+    chosen_columns,
     empty_file_error,
     incomplete_file_error,
 )
@@ -25,9 +26,9 @@ _READ_BYTES = 2**20
 
 
 def read_parquet(
-    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
+    path: pathlib.Path, columns: Sequence[str], measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of the rows of a Parquet table, or of one of its columns.
+    """Yields the lengths of the rows of a Parquet table, or of some of its columns.
 
     Raises:
       ValueError: if pyarrow is missing, the file is truncated or not Parquet, or a row
@@ -36,18 +37,22 @@ def read_parquet(
     file = _open(path)
     names = file.schema_arrow.names
     check_columns(path, names)
-    if column is not None or measure.length_fn is None:
-        column = chosen_column(path, names, column)
-    where = f"`{path}`, row" if column is None else f"`{path}`, {column!r} row"
+    if columns or measure.length_fn is None:
+        columns = chosen_columns(path, names, columns)
+    places = [f"`{path}`, {name!r} row" for name in columns] or [f"`{path}`, row"]
     first = 0
-    for batch in _batches(path, file, column):
-        rows = batch if column is None else batch.column(0)
-        lengths = None if column is None else _arrow_lengths(rows, measure)
-        if lengths is not None:
-            yield lengths
+    for batch in _batches(path, file, columns):
+        # Integers are lengths, so those from Arrow can replace the values of a column.
+        fields = [
+            field if (lengths := _arrow_lengths(field, measure)) is None else lengths
+            for field in map(batch.column, columns)
+        ]
+        if columns and all(isinstance(field, np.ndarray) for field in fields):
+            yield np.stack(fields)
         else:
-            values = enumerate(rows.to_pylist(), first)
-            yield from measure_all(where, values, measure.of_value)
+            values = [field.tolist() for field in fields] or [batch.to_pylist()]
+            rows = enumerate(zip(*values, strict=True), first)
+            yield from measure_all(places, rows, measure.of_value)
         first += len(batch)
         progress(first / max(1, file.metadata.num_rows))
 
@@ -66,10 +71,9 @@ def _open(path: pathlib.Path) -> Any:
         raise incomplete_file_error(path, ".parquet", error) from None
 
 
-def _batches(path: pathlib.Path, file: Any, column: str | None) -> Iterator[Any]:
-    columns = None if column is None else [column]
+def _batches(path: pathlib.Path, file: Any, columns: Sequence[str]) -> Iterator[Any]:
     try:
-        yield from file.iter_batches(_ROWS, columns=columns)
+        yield from file.iter_batches(_ROWS, columns=list(columns) or None)
     except Exception as error:
         raise incomplete_file_error(path, ".parquet", error) from None
 
@@ -101,7 +105,7 @@ def _arrow_lengths(column: Any, measure: Measure) -> np.ndarray | None:
 
 
 def read_array_record(
-    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
+    path: pathlib.Path, columns: Sequence[str], measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of ArrayRecord records, in bytes by default.
 
@@ -109,13 +113,14 @@ def read_array_record(
       ValueError: if the file is truncated or not an ArrayRecord file, or a record has
         no length; the message names the record, counted from 0.
     """
-    if column is not None:
-        raise ValueError(f"`{path}` has no columns. Remove `--column {column}`.")
+    check_no_columns(columns, f"`{path}` has no columns")
     records = _records(path, progress)
-    return measure_all(f"`{path}`, record", records, measure.of_value)
+    return measure_all([f"`{path}`, record"], records, measure.of_value)
 
 
-def _records(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, bytes]]:
+def _records(
+    path: pathlib.Path, progress: ShowProgress
+) -> Iterator[tuple[int, tuple[bytes]]]:
     from grain.sources import ArrayRecordDataSource
 
     try:
@@ -128,7 +133,7 @@ def _records(path: pathlib.Path, progress: ShowProgress) -> Iterator[tuple[int, 
         batch_size = max(1, min(_ROWS, size * _BYTES // path.stat().st_size))
         for start in range(0, size, batch_size):
             keys = range(start, min(start + batch_size, size))
-            yield from zip(keys, source.__getitems__(keys), strict=True)
+            yield from zip(keys, zip(source.__getitems__(keys)), strict=True)
             progress(keys.stop / size)
     except RuntimeError as error:
         raise incomplete_file_error(path, ".array_record", error) from None

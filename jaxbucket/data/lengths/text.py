@@ -15,7 +15,7 @@ import pathlib
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,39 +30,42 @@ _LINES = 1024
 
 
 def read_text(
-    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
+    path: pathlib.Path, columns: Sequence[str], measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of the lines of a text file, or the integers on its lines.
+
+    Like all readers, it yields int32 arrays `[Q, n]` with the lengths of n examples in
+    each of Q columns. Without `columns`, Q is 1.
 
     Raises:
       ValueError: if a line has no length or the file is not UTF-8; the message names
         the line.
     """
-    if column is not None:
-        raise ValueError(f"`{path}` has no columns. Remove `--column {column}`.")
+    check_no_columns(columns, f"`{path}` has no columns")
     # An error keeps the lines alive, so the file is closed here.
     with contextlib.closing(_lines(path, progress)) as lines:
-        texts = ((number, line.removesuffix("\r")) for number, line in lines)
-        yield from measure_all(f"`{path}`, line", texts, measure.of_text)
+        texts = ((number, [line.removesuffix("\r")]) for number, line in lines)
+        yield from measure_all([f"`{path}`, line"], texts, measure.of_text)
 
 
 def read_csv(
-    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
+    path: pathlib.Path, columns: Sequence[str], measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of the rows of a CSV table with a header.
 
     Raises:
       ValueError: if a cell has no length, a row differs in width from the header, or
-        the file is not CSV in UTF-8; the message names the line.
+        the file is not CSV in UTF-8; the message names the line, and the column of the
+        cell.
     """
     with contextlib.closing(_lines(path, progress)) as lines:
-        yield from _measured_rows(path, _csv_rows(path, lines), column, measure)
+        yield from _measured_rows(path, _csv_rows(path, lines), columns, measure)
 
 
 def _measured_rows(
     path: pathlib.Path,
     rows: Iterator[tuple[int, list[str]]],
-    column: str | None,
+    columns: Sequence[str],
     measure: Measure,
 ) -> Iterator[np.ndarray]:
     _, header = next(rows, (0, None))
@@ -74,47 +77,55 @@ def _measured_rows(
             f"`{path}` starts with {header} instead of column names. Add a header line "
             "with the names of the columns."
         )
-    where = f"`{path}`, line"
-    if column is None and measure.length_fn is not None:
-        dicts = ((line, dict(zip(header, row, strict=True))) for line, row in rows)
-        return measure_all(where, dicts, measure.of_value)
-    index = header.index(chosen_column(path, header, column))
-    cells = ((line, row[index]) for line, row in rows)
+    if not columns and measure.length_fn is not None:
+        dicts = ((line, [dict(zip(header, row, strict=True))]) for line, row in rows)
+        return measure_all([f"`{path}`, line"], dicts, measure.of_value)
+    columns = chosen_columns(path, header, columns)
+    indices = [header.index(name) for name in columns]
+    cells = ((line, [row[index] for index in indices]) for line, row in rows)
+    places = [f"`{path}`, column {name!r}, line" for name in columns]
     measure_cell = functools.partial(measure.of_text, in_column=True)
-    return measure_all(where, cells, measure_cell)
+    return measure_all(places, cells, measure_cell)
 
 
 def read_jsonl(
-    path: pathlib.Path, column: str | None, measure: Measure, progress: ShowProgress
+    path: pathlib.Path, columns: Sequence[str], measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of JSON values, or of one of their fields, one per line.
+    """Yields the lengths of JSON values, or of some of their fields, one per line.
 
     Raises:
       ValueError: if a line is not JSON in UTF-8, or has no such field or no length; the
         message names the line.
     """
+    places = [f"`{path}`, field {name!r}, line" for name in columns]
     with contextlib.closing(_lines(path, progress)) as lines:
-        values = _json_values(path, lines)
-        if column is not None or measure.length_fn is None:
-            values = _fields(path, values, column)
-        yield from measure_all(f"`{path}`, line", values, measure.of_value)
+        rows = _fields(path, _json_values(path, lines), columns, measure)
+        yield from measure_all(places or [f"`{path}`, line"], rows, measure.of_value)
 
 
-def chosen_column(path: pathlib.Path, columns: list[str], column: str | None) -> str:
-    """Returns the column to read: the named one, or the only one.
+def chosen_columns(
+    path: pathlib.Path, names: list[str], columns: Sequence[str]
+) -> Sequence[str]:
+    """Returns the columns to read: the given ones, or the only one of `names`.
 
     Raises:
-      ValueError: if there is no such column, or `column` is None and there are several.
+      ValueError: if there is no such column, or none is given and there are several.
     """
-    if not columns:
+    if not names:
         raise empty_file_error(path)
-    if column is None and len(columns) == 1:
-        return columns[0]
-    if column is None:
-        raise ValueError(f"`{path}` has columns {columns}. Choose one with `--column`.")
-    if column not in columns:
-        raise ValueError(f"`{path}`: {missing_column(column, columns)}")
-    return column
+    if not columns and len(names) > 1:
+        raise ValueError(f"`{path}` has columns {names}. Choose one with `--column`.")
+    for column in columns:
+        if column not in names:
+            raise ValueError(f"`{path}`: {missing_column(column, names)}")
+    return columns or names
+
+
+def check_no_columns(columns: Sequence[str], reason: str) -> None:
+    """Raises a ValueError that starts with `reason` if there are columns."""
+    if columns:
+        options = " ".join(f"--column {name}" for name in columns)
+        raise ValueError(f"{reason}. Remove `{options}`.")
 
 
 def missing_column(column: str, columns: list[str]) -> str:
@@ -220,22 +231,24 @@ def _json_values(
 
 
 def _fields(
-    path: pathlib.Path, values: Iterator[tuple[int, Any]], column: str | None
-) -> Iterator[tuple[int, Any]]:
-    """Yields the chosen field of every value, or values that are not JSON objects."""
+    path: pathlib.Path,
+    values: Iterator[tuple[int, Any]],
+    columns: Sequence[str],
+    measure: Measure,
+) -> Iterator[tuple[int, list[Any]]]:
+    """Yields the chosen fields of every value, or the value if none is chosen."""
+    has_choice = bool(columns) or measure.length_fn is None
     for number, value in values:
-        if number == 1 and isinstance(value, dict):
-            column = chosen_column(path, list(value), column)
-        if column is None:
-            yield number, value
-        elif isinstance(value, dict) and column in value:
-            yield number, value[column]
-        else:
+        if number == 1 and isinstance(value, dict) and has_choice:
+            columns = chosen_columns(path, list(value), columns)
+        fields = value if isinstance(value, dict) else {}
+        if missing := [column for column in columns if column not in fields]:
             content = short_repr(value)
             if isinstance(value, dict):
                 content = f"an object with fields {list(value)}"
             raise ValueError(
                 f"`{path}`, line {number} is {content}, which has no field "
-                f"{column!r}. Fix the line, or choose a different field with "
+                f"{missing[0]!r}. Fix the line, or choose a different field with "
                 "`--column`."
             )
+        yield number, [fields[column] for column in columns] if columns else [value]

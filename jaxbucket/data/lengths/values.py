@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -23,7 +23,7 @@ _DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNOR
 _MISSING = {"nan", "none", "null", "na", "n/a", "inf", "-inf", "infinity", "-infinity"}
 _REMOVE_OR_FIX = "Remove or fix this example."
 _USE_UNIT = "with `jaxbucket measure --unit` bytes, characters or words"
-# Number of lengths per yielded array.
+# Number of rows per yielded array.
 _CHUNK = 4096
 
 
@@ -90,28 +90,33 @@ def _check_length(length: int) -> int:
 
 
 def measure_all(
-    source: str, items: Iterable[tuple[int, Any]], measure: Callable[[Any], int]
+    places: Sequence[str],
+    rows: Iterable[tuple[int, Sequence[Any]]],
+    measure: Callable[[Any], int],
 ) -> Iterator[np.ndarray]:
-    """Yields the lengths of many values, as int32 arrays of up to 4096 lengths.
+    """Yields the lengths of many rows of Q values, as int32 `[Q, n]`, n up to 4096.
 
     Args:
-      source: the start of error messages, such as "`data.csv`, line".
-      items: pairs of a number, such as that of a line or row, and a value.
+      places: the start of the error messages of each value, such as "`data.csv`, line".
+      rows: pairs of a number, such as that of a line, and Q values.
       measure: function from a value to its length.
 
     Raises:
-      ValueError: if a value has no length; the message has its number.
+      ValueError: if a value has no length; the message has the number of its row.
     """
     lengths = array.array("i")
-    for number, value in items:
+    for number, values in rows:
         try:
-            lengths.append(measure(value))
+            for value in values:
+                lengths.append(measure(value))
         except ValueError as error:
-            raise ValueError(f"{source} {number}: {error}") from error
-        if len(lengths) == _CHUNK:
-            yield np.array(lengths, np.int32)
+            # The lengths of the values before the invalid one have been appended.
+            place = places[len(lengths) % len(places)]
+            raise ValueError(f"{place} {number}: {error}") from error
+        if len(lengths) == _CHUNK * len(places):
+            yield np.array(lengths, np.int32).reshape(-1, len(places)).T
             lengths = array.array("i")
-    yield np.array(lengths, np.int32)
+    yield np.array(lengths, np.int32).reshape(-1, len(places)).T
 
 
 def short_repr(value: Any) -> str:

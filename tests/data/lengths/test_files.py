@@ -21,6 +21,19 @@ from jaxbucket.data.lengths.functions import load_function, measure_function
 from jaxbucket.data.lengths.summary import summarize_lengths
 from jaxbucket.data.lengths.values import Measure
 
+
+def lengths_in(path, column=None, measure=None) -> np.ndarray:
+    """The lengths in a file, in one of its columns."""
+    (lengths,) = read_lengths(path, [column] if column else [], measure)
+    return lengths
+
+
+def lengths_by(function, column=None, measure=None) -> np.ndarray:
+    """The lengths of the examples that a function returns, of one of their features."""
+    (lengths,) = measure_function(function, [column] if column else [], measure)
+    return lengths
+
+
 ALPHABET = np.array(list("ab é漢😀\t,\"'\u2028"))
 
 
@@ -98,7 +111,7 @@ UNITS = {
 def test_lengths_are_read_from_every_format(tmp_path, name, seed):
     write, column = WRITERS[name]
     write(tmp_path / name, lengths_of(seed))
-    assert read_lengths(tmp_path / name, column).tolist() == lengths_of(seed)
+    assert lengths_in(tmp_path / name, column).tolist() == lengths_of(seed)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -108,7 +121,7 @@ def test_texts_are_measured_in_every_format_and_unit(tmp_path, name, unit):
     for seed in range(3):
         texts = texts_of(seed)
         write(tmp_path / name, texts)
-        result = read_lengths(tmp_path / name, column, Measure(unit))
+        result = lengths_in(tmp_path / name, column, Measure(unit))
         assert result.tolist() == [UNITS[unit](text) for text in texts]
 
 
@@ -120,7 +133,7 @@ def test_a_length_function_receives_the_column(tmp_path, name):
     measure = Measure(
         length_fn=lambda text: received.append(text) or 1 + text.count("a")
     )
-    result = read_lengths(tmp_path / name, column, measure)
+    result = lengths_in(tmp_path / name, column, measure)
     assert received == texts_of(0)
     assert result.tolist() == [1 + text.count("a") for text in texts_of(0)]
 
@@ -128,7 +141,7 @@ def test_a_length_function_receives_the_column(tmp_path, name):
 @pytest.mark.parametrize("name", [name for name in WRITERS if WRITERS[name][1]])
 def test_without_a_column_a_length_function_receives_the_row(tmp_path, name):
     WRITERS[name][0](tmp_path / name, texts_of(0))
-    result = read_lengths(
+    result = lengths_in(
         tmp_path / name, measure=Measure(length_fn=lambda row: len(row["x"]))
     )
     assert result.tolist() == [len(text) for text in texts_of(0)]
@@ -140,7 +153,7 @@ def test_lengths_are_read_from_numpy_arrays(tmp_path):
         np.save(tmp_path / "x.npy", lengths)
         np.savez_compressed(tmp_path / "x.npz", x=lengths, other=lengths[:3])
         for name, column in (("x.npy", None), ("x.npz", "x")):
-            result = read_lengths(tmp_path / name, column)
+            result = lengths_in(tmp_path / name, column)
             assert result.tolist() == lengths.tolist()
 
 
@@ -148,7 +161,7 @@ def test_lengths_are_read_from_numpy_arrays(tmp_path):
 def test_the_length_of_a_list_is_its_number_of_items(tmp_path, name):
     lists = [list(range(n)) for n in np.random.default_rng(0).integers(1, 50, 200)]
     WRITERS[name][0](tmp_path / name, lists)
-    result = read_lengths(tmp_path / name, "x")
+    result = lengths_in(tmp_path / name, "x")
     assert result.tolist() == [len(each) for each in lists]
 
 
@@ -168,7 +181,7 @@ def test_columns_of_every_arrow_type_are_measured(tmp_path, kind):
     arrow, values = ARROW_TYPES[kind]
     array = pyarrow.array(values, pyarrow.string() if kind == "dictionary" else arrow)
     parquet.write_table(pyarrow.table({"x": array.cast(arrow)}), tmp_path / "x.parquet")
-    result = read_lengths(tmp_path / "x.parquet", measure=Measure("bytes"))
+    result = lengths_in(tmp_path / "x.parquet", measure=Measure("bytes"))
     expected = [
         value
         if isinstance(value, int)
@@ -185,11 +198,11 @@ def test_records_are_measured_in_bytes_by_default(tmp_path, name, monkeypatch):
     monkeypatch.setattr("jaxbucket.data.lengths.records._ROWS", 64)
     records = [text.encode() for text in texts_of(0)]
     write_records(tmp_path / name, records)
-    result = read_lengths(tmp_path / name)
+    result = lengths_in(tmp_path / name)
     assert result.tolist() == [len(record) for record in records]
-    result = read_lengths(tmp_path / name, measure=Measure("characters"))
+    result = lengths_in(tmp_path / name, measure=Measure("characters"))
     assert result.tolist() == [len(text) for text in texts_of(0)]
-    result = read_lengths(tmp_path / name, measure=Measure(length_fn=lambda b: b[0]))
+    result = lengths_in(tmp_path / name, measure=Measure(length_fn=lambda b: b[0]))
     assert result.tolist() == [ord("x")] * len(records)
 
 
@@ -207,26 +220,26 @@ def test_records_are_measured_in_bytes_by_default(tmp_path, name, monkeypatch):
 def test_equivalent_files_have_the_same_lengths(tmp_path, name, content, lengths):
     (tmp_path / name).write_text(content, newline="", encoding="utf-8")
     measure = Measure("bytes") if name == "x.jsonl" else None
-    assert read_lengths(tmp_path / name, measure=measure).tolist() == lengths
+    assert lengths_in(tmp_path / name, measure=measure).tolist() == lengths
 
 
 def test_line_endings_are_not_measured(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"a\r\nbc\r\ndef\n")
-    result = read_lengths(tmp_path / "x.txt", measure=Measure("bytes"))
+    result = lengths_in(tmp_path / "x.txt", measure=Measure("bytes"))
     assert result.tolist() == [1, 2, 3]
 
 
 def test_a_quoted_csv_cell_may_contain_newlines(tmp_path):
     long = "y" * 200_000
     write_csv(tmp_path / "x.csv", ["a\nb", long])
-    result = read_lengths(tmp_path / "x.csv", "x", Measure("characters"))
+    result = lengths_in(tmp_path / "x.csv", "x", Measure("characters"))
     assert result.tolist() == [3, len(long)]
 
 
 def test_line_numbers_are_right_after_the_first_chunk(tmp_path):
     lines = [str(n) for n in range(1, 6000)]
     write_text(tmp_path / "x.txt", lines)
-    assert read_lengths(tmp_path / "x.txt").tolist() == list(range(1, 6000))
+    assert lengths_in(tmp_path / "x.txt").tolist() == list(range(1, 6000))
     for wrong, message in (
         ("0", "line 5701: the length"),
         ("\udcff", "line 5701 is n"),
@@ -235,7 +248,7 @@ def test_line_numbers_are_right_after_the_first_chunk(tmp_path):
         text = "\n".join(lines).encode(errors="surrogateescape")
         (tmp_path / "x.txt").write_bytes(text)
         with pytest.raises(ValueError, match=message):
-            read_lengths(tmp_path / "x.txt")
+            lengths_in(tmp_path / "x.txt")
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.csv", "x.jsonl"])
@@ -244,7 +257,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path, name):
     write(tmp_path / name, ["word " * 2000] * 2000)
     tracemalloc.start()
     try:
-        read_lengths(tmp_path / name, column, Measure("characters"))
+        lengths_in(tmp_path / name, column, Measure("characters"))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -264,7 +277,7 @@ def test_a_table_is_never_in_memory_as_a_whole(tmp_path):
         highest = max(highest, pyarrow.total_allocated_bytes() - before)
         return len(text)
 
-    read_lengths(tmp_path / "x.parquet", measure=Measure(length_fn=look))
+    lengths_in(tmp_path / "x.parquet", measure=Measure(length_fn=look))
     assert highest < size / 3
 
 
@@ -310,13 +323,13 @@ LATE = 6000  # After the first batch.
 def test_rows_of_parquet_without_a_length_are_named(tmp_path, values, unit, message):
     write_parquet(tmp_path / "x.parquet", PARQUET[values])
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_lengths(tmp_path / "x.parquet", "x", Measure(unit))
+        lengths_in(tmp_path / "x.parquet", "x", Measure(unit))
 
 
 def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
     write_parquet(tmp_path / "x.parquet", [1] * LATE + [0])
     with pytest.raises(ValueError, match=f"'x' row {LATE}: the length is 0"):
-        read_lengths(tmp_path / "x.parquet", "x")
+        lengths_in(tmp_path / "x.parquet", "x")
 
 
 @pytest.mark.parametrize(
@@ -447,7 +460,7 @@ def test_files_without_lengths_are_refused(
     monkeypatch.chdir(tmp_path)
     pathlib.Path(name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        read_lengths(pathlib.Path(name), measure=Measure(unit))
+        lengths_in(pathlib.Path(name), measure=Measure(unit))
     assert f"`{name}`" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -456,13 +469,13 @@ def test_parquet_columns_with_the_same_name_are_refused(tmp_path):
     parquet.write_table(table, tmp_path / "x.parquet")
     for column, measure in (("x", None), (None, Measure(length_fn=len))):
         with pytest.raises(ValueError, match=r"several columns named \['x'\]. Rename"):
-            read_lengths(tmp_path / "x.parquet", column, measure)
+            lengths_in(tmp_path / "x.parquet", column, measure)
 
 
 def test_numpy_records_with_many_fields_are_named_as_such(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros(2, [(f"f{i}", "i4") for i in range(999)]))
     with pytest.raises(ValueError, match="contains large records instead of"):
-        read_lengths(tmp_path / "x.npy")
+        lengths_in(tmp_path / "x.npy")
 
 
 @pytest.mark.parametrize(
@@ -481,7 +494,7 @@ def test_a_file_with_an_error_is_closed(tmp_path, monkeypatch, name, content):
     path.write_text(content)
     monkeypatch.setattr(pathlib.Path, "open", record)
     with pytest.raises(ValueError, match="line") as error:
-        read_lengths(path)
+        lengths_in(path)
     # The traceback still refers to the readers.
     assert error.tb is not None and opened
     assert all(file.closed for file in opened)
@@ -490,7 +503,7 @@ def test_a_file_with_an_error_is_closed(tmp_path, monkeypatch, name, content):
 def test_a_length_function_that_exits_is_named(tmp_path):
     (tmp_path / "x.txt").write_text("ab\n")
     with pytest.raises(ValueError, match="`--length-fn` raised SystemExit: 3. Fix the"):
-        read_lengths(
+        lengths_in(
             tmp_path / "x.txt", measure=Measure(length_fn=lambda text: sys.exit(3))
         )
 
@@ -508,11 +521,11 @@ def test_a_missing_column_is_refused(tmp_path, name):
         else "has no columns. Remove `--column y`"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_lengths(tmp_path / name, "y")
+        lengths_in(tmp_path / name, "y")
     if has_columns:
         message = "has columns ['id', 'x']. Choose one with `--column`."
         with pytest.raises(ValueError, match=re.escape(message)):
-            read_lengths(tmp_path / name)
+            lengths_in(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -534,7 +547,7 @@ def test_a_missing_column_is_refused(tmp_path, name):
 def test_arrays_that_are_not_lengths_are_refused(tmp_path, name, array, message):
     (np.save if name == "x.npy" else np.savez)(tmp_path / name, array)
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_lengths(tmp_path / name)
+        lengths_in(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -553,7 +566,7 @@ def test_a_file_truncated_at_any_byte_is_refused(tmp_path, name):
     for size in np.linspace(1, len(whole) - 1, 40).astype(int):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match="is not a complete") as caught:
-            read_lengths(path, column)
+            lengths_in(path, column)
         assert "\n" not in str(caught.value)
 
 
@@ -562,37 +575,37 @@ def test_an_empty_table_is_refused(tmp_path):
     write_records(tmp_path / "x.array_record", [])
     for name, column in (("x.parquet", "x"), ("x.array_record", None)):
         with pytest.raises(ValueError, match="is empty. Pass a file with at least"):
-            read_lengths(tmp_path / name, column)
+            lengths_in(tmp_path / name, column)
 
 
 def test_an_empty_record_is_named(tmp_path):
     write_records(tmp_path / "x.array_record", [b"a", b""])
     with pytest.raises(ValueError, match="record 1: the length is 0"):
-        read_lengths(tmp_path / "x.array_record")
+        lengths_in(tmp_path / "x.array_record")
     with pytest.raises(ValueError, match="has no columns. Remove `--column x`"):
-        read_lengths(tmp_path / "x.array_record", "x")
+        lengths_in(tmp_path / "x.array_record", "x")
 
 
 def test_a_record_that_is_not_text_is_named(tmp_path):
     write_records(tmp_path / "x.array_record", [b"a", b"\xff"])
     with pytest.raises(ValueError, match="record 1: 'utf-8' codec can't decode"):
-        read_lengths(tmp_path / "x.array_record", measure=Measure("words"))
+        lengths_in(tmp_path / "x.array_record", measure=Measure("words"))
 
 
 def test_the_error_without_pyarrow_names_the_install_command(tmp_path, monkeypatch):
     write_parquet(tmp_path / "x.parquet", [1])
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxbucket\[parquet\]'"):
-        read_lengths(tmp_path / "x.parquet", "x")
+        lengths_in(tmp_path / "x.parquet", "x")
 
 
 def test_a_path_that_is_not_a_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is a folder. Pass the path of a file"):
-        read_lengths(tmp_path)
+        lengths_in(tmp_path)
     for name in ("x.txt", "x.npy", "x.csv", "x.parquet", "x.array_record"):
         message = "cannot be read: No such file or directory. Pass a different file"
         with pytest.raises(ValueError, match=message):
-            read_lengths(tmp_path / name)
+            lengths_in(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -610,7 +623,7 @@ def test_a_length_function_without_a_valid_result_is_refused(
     for name in ("x.jsonl", "x.csv", "x.parquet"):
         WRITERS[name][0](tmp_path / name, [1, 2])
         with pytest.raises(ValueError, match=re.escape(message)):
-            read_lengths(tmp_path / name, measure=Measure(length_fn=length_fn))
+            lengths_in(tmp_path / name, measure=Measure(length_fn=length_fn))
 
 
 def test_an_unknown_unit_or_two_rules_are_refused():
@@ -688,25 +701,29 @@ EXPECTED = [3, 1, 4, 1, 5]
     ],
 )
 def test_functions_return_sources_lengths_and_iterables(module, function, column, unit):
-    result = measure_function(f"{module}:{function}", column, Measure(unit))
+    result = lengths_by(f"{module}:{function}", column, Measure(unit))
     assert result.tolist() == EXPECTED
 
 
 def test_a_length_function_of_the_module_is_used(module):
     measure = Measure(length_fn=load_function(f"{module}:length"))
     for function in ("both", "stream"):
-        result = measure_function(f"{module}:{function}", measure=measure)
+        result = lengths_by(f"{module}:{function}", measure=measure)
         assert result.tolist() == EXPECTED
 
 
 def test_a_source_is_measured_in_workers(module):
-    result = measure_function(f"{module}:both", "text", Measure("bytes"), num_workers=2)
-    assert result.tolist() == [2 * n for n in EXPECTED]
+    columns = ["text", "id"]
+    text, number = measure_function(
+        f"{module}:both", columns, Measure("bytes"), num_workers=2
+    )
+    assert text.tolist() == [2 * n for n in EXPECTED]
+    assert number.tolist() == EXPECTED
 
 
 def test_a_source_with_lengths_is_not_read(module, tmp_path):
     write_token_file(tmp_path / "tokens", [{"x": np.arange(n)} for n in EXPECTED])
-    assert measure_function(f"{module}:file").tolist() == EXPECTED
+    assert lengths_by(f"{module}:file").tolist() == EXPECTED
     assert TokenFile(tmp_path / "tokens").lengths.tolist() == EXPECTED
 
 
@@ -740,7 +757,7 @@ def test_a_source_with_lengths_is_not_read(module, tmp_path):
 )
 def test_functions_without_valid_results_are_refused(module, function, column, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        measure_function(f"{module}:{function}", column)
+        lengths_by(f"{module}:{function}", column)
     assert f"{module}:{function}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
