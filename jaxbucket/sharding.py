@@ -341,7 +341,7 @@ def batch_specs(
       batch_axes: the mesh axes that shard the rows.
       sequences: the features that are padded; by default all with a leading axis. A
         mapping from names to features if examples have several sequences, each with
-        its own length.
+        its own length, as for `collate_rows`.
       max_segments: `max_segments` of the schedule, if rows are packed.
 
     Returns:

@@ -140,7 +140,8 @@ class Batch(NamedTuple):
     The mask and the number of tokens and examples are computed from `segment_ids`.
 
     Attributes:
-      features: name -> `[B, T, ...]` for sequences, `[B, ...]` for other features.
+      features: name -> `[B, T, ...]` for sequences, `[B, ...]` for other features. An
+        image, with axes of two sequences, is `[B, T, T', ...]`.
       segment_ids: name -> `[B, T]` int32, one entry for each sequence that has its own
         lengths (usually just one).
       positions: name -> `[B, T]` int32, with the same names as `segment_ids`.

@@ -76,20 +76,23 @@ class BucketPadder:
             for name, ids in spec.segment_ids.items()
         }
 
-        def unpadded(leaf: Any, seq_len: int | None) -> jax.ShapeDtypeStruct:
-            shape = [source.batch_size, *leaf.shape[1:]]
-            if seq_len is not None:
-                shape[1] = seq_len
-            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+        def unpadded(leaf: Any, *seq_lens: int) -> jax.ShapeDtypeStruct:
+            shape = (source.batch_size, *seq_lens, *leaf.shape[1 + len(seq_lens) :])
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         def feature(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
             if name not in self._fills:
-                return unpadded(leaf, None)
+                return unpadded(leaf)
             # Two sequences may have the same T in the program.
             fitting = [a for a, b in sizes.values() if b == leaf.shape[1]]
-            size = batch.features.get(name, leaf).shape[1:2]
-            best = [a for a in fitting if (a,) == size] or fitting
-            return unpadded(leaf, best[0] if best else None)
+            given = batch.features.get(name, leaf).shape[1:]
+            best = [a for a in fitting if (a,) == given[:1]] or fitting
+            # Further axes may be those of other sequences, as in images.
+            others = (
+                a if (a, b) in sizes.values() else b
+                for a, b in zip(given[1:], leaf.shape[2:], strict=False)
+            )
+            return unpadded(leaf, best[0], *others)
 
         def derived(leaves: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
             return {name: unpadded(x, sizes[name][0]) for name, x in leaves.items()}

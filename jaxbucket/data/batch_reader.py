@@ -19,10 +19,9 @@ from jaxbucket.data.example import (
     Sequences,
     as_arrays,
     copy_features,
-    example_lengths,
-    features_by_sequence,
 )
 from jaxbucket.data.part_source import PartSource
+from jaxbucket.data.sequence_axes import example_lengths
 from jaxbucket.data.source import (
     RowSource,
     Source,
@@ -119,7 +118,7 @@ class BatchReader:
         # A transform may add features, and needs the examples one at a time.
         if self.transform is not None:
             return
-        source.check_features(features_by_sequence(self.sequences, list(parts)))
+        source.check_features(self.sequences)
         if source.gathers(packed, left):
             object.__setattr__(self, "_zipped", source)
 

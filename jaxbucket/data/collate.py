@@ -17,12 +17,15 @@ from jaxbucket.data.example import (
     Sequences,
     as_arrays,
     check_numbers,
-    common_length,
     matching_arrays,
-    sequence_groups,
 )
 from jaxbucket.data.row_checks import too_long_error
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
+from jaxbucket.data.sequence_axes import (
+    SequenceAxes,
+    sequence_axes,
+    sequence_lengths,
+)
 
 
 def collate_rows(
@@ -72,6 +75,15 @@ def collate_rows(
       >>> batch.features["inputs"], batch.features["targets"]
       (array([[7, 3, 5, 0]]), array([[9, 0]]))
 
+    A feature may have an axis for each of several sequences, such as an image:
+
+      >>> image = {"image": np.array([[1, 2, 3]])}
+      >>> sequences = {"height": ["image"], "width": ["image"]}
+      >>> bucket = Bucket(1, {"height": 2, "width": 4})
+      >>> collate_rows([image], bucket, sequences=sequences).features["image"]
+      array([[[1, 2, 3, 0],
+              [0, 0, 0, 0]]])
+
     Args:
       rows: up to B examples; None for an empty row, and missing rows are empty. With
         `max_segments`, each entry is a list of up to `max_segments` examples.
@@ -81,7 +93,8 @@ def collate_rows(
       sequences: names of the features that are padded. By default all features with a
         leading axis. The first one names the entry in `segment_ids` and `positions`.
         With several sequences: a mapping from each to the features that share its
-        length, by default only itself.
+        length, by default only itself. A feature in several of them has an axis for
+        each, in the order of the mapping.
       pad_value: number that fills padded positions and empty rows, or a mapping from
         sequence feature to number (0 for features not named). A single nonzero number
         is allowed only if there is one sequence feature.
@@ -99,8 +112,9 @@ def collate_rows(
         trailing shapes; if its sequences differ in length or are ragged; if `pad_value`
         is one nonzero number for several features, names an unknown feature, or does
         not fit a dtype; if there are more than B rows, or more than `max_segments`
-        examples in a row; if all rows are empty and `like` is missing; or if `truncate`
-        or `truncate_left` names an unknown sequence, or both name the same one.
+        examples in a row; if all rows are empty and `like` is missing; if a feature of
+        packed rows is in several sequences; or if `truncate` or `truncate_left` names
+        an unknown sequence, or both name the same one.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
@@ -112,48 +126,64 @@ def collate_rows(
     segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
     template = _template(segments, like)
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
-    groups = sequence_groups(template, sequences, several)
-    seq_lens = several or dict.fromkeys(groups, bucket.tokens_per_row)
-    right = _chosen("truncate", truncate, groups)
-    left = _chosen("truncate_left", truncate_left, groups)
+    axes = sequence_axes(template, sequences, several)
+    # With one sequence, the first feature names it.
+    seq_lens = several or {next(iter(axes)): bucket.tokens_per_row}
+    if max_segments is not None:
+        _check_single_axes(axes, max_segments)
+    right = _chosen("truncate", truncate, seq_lens)
+    left = _chosen("truncate_left", truncate_left, seq_lens)
     if both := right & left:
         raise ValueError(
             f"`truncate` and `truncate_left` both apply to {sorted(both)}. Choose one."
         )
-    widths = {name: seq_lens[key] for key, names in groups.items() for name in names}
     # The leading axes of all features that are not sequences.
     leading = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
-    features = _padding(template, widths, leading, pad_value)
+    row_shapes = {name: [seq_lens[x] for x in keys] for name, keys in axes.items()}
+    features = _padding(template, row_shapes, leading, pad_value)
     lengths_shape = (bucket.batch_size, max_segments or 1)
-    lengths = {key: np.zeros(lengths_shape, np.int64) for key in groups}
+    lengths = {key: np.zeros(lengths_shape, np.int64) for key in seq_lens}
     for row, examples in enumerate(segments):
         for segment, example in enumerate(examples):
-            arrays = matching_arrays(example, template, list(widths), row)
-            for key, names in groups.items():
+            arrays = matching_arrays(example, template, axes, row)
+            kept_spans, row_spans = {}, {}
+            for key, length in sequence_lengths(arrays, axes, row).items():
                 start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
-                length = kept = common_length(arrays, names, row)
-                if key in right | left:
-                    kept = min(length, seq_len)
+                kept = min(length, seq_len) if key in right | left else length
                 if start + kept > seq_len:
                     suffix = f" of {key!r}" if several else ""
                     packed = max_segments is not None
                     raise too_long_error(row, start + kept, seq_len, suffix, packed)
                 begin = length - kept if key in left else 0
-                for name in names:
-                    tokens = arrays[name][begin : begin + kept]
-                    features[name][row, start : start + kept] = tokens
+                kept_spans[key] = slice(begin, begin + kept)
+                row_spans[key] = slice(start, start + kept)
                 lengths[key][row, segment] = kept
-            for name in arrays.keys() - widths.keys():
+            for name, keys in axes.items():
+                # Lists, because generators are slow next to the copy of a short row.
+                tokens = arrays[name][(*[kept_spans[key] for key in keys],)]
+                features[name][(row, *[row_spans[key] for key in keys])] = tokens
+            for name in arrays.keys() - axes.keys():
                 features[name][(row, segment)[: len(leading)]] = arrays[name]
     if max_segments is None and not several:
-        (key,) = groups
+        (key,) = seq_lens
         return with_segments(features, key, row_mask(lengths[key][:, 0], bucket))
-    segment_arrays = {key: row_segments(lengths[key], seq_lens[key]) for key in groups}
+    segment_arrays = {key: row_segments(lengths[key], t) for key, t in seq_lens.items()}
     return Batch(
         features,
         {key: ids for key, (ids, _) in segment_arrays.items()},
         {key: positions for key, (_, positions) in segment_arrays.items()},
     )
+
+
+def _check_single_axes(axes: SequenceAxes, max_segments: int) -> None:
+    """Raises a ValueError if a feature of packed rows is in several sequences."""
+    for name, keys in axes.items():
+        if len(keys) > 1:
+            raise ValueError(
+                f"`sequences` lists {name!r} for each of {list(keys)}, but such a "
+                f"feature cannot be packed (`max_segments={max_segments}`). Put one "
+                "example into each row, or flatten the feature to `[n, ...]`."
+            )
 
 
 def _chosen(
@@ -217,7 +247,7 @@ def _template(
 
 def _padding(
     template: dict[str, np.ndarray],
-    widths: dict[str, int],
+    row_shapes: Mapping[str, Sequence[int]],
     leading: tuple[int, ...],
     pad_value: PadValue,
 ) -> dict[str, np.ndarray]:
@@ -225,14 +255,17 @@ def _padding(
 
     Args:
       template: the features of an example.
-      widths: mapping from each sequence feature to its number of tokens in a row.
+      row_shapes: mapping from each sequence feature to the T of its leading axes.
       leading: leading axes of all other features, `[B]` or `[B, max_segments]`.
       pad_value: value that fills the sequences.
     """
-    pads = pad_arrays(pad_value, {name: template[name].dtype for name in widths})
-    return {
-        name: np.full((leading[0], widths[name], *value.shape[1:]), pads[name])
-        if name in widths
-        else np.zeros((*leading, *value.shape), value.dtype)
-        for name, value in template.items()
-    }
+    pads = pad_arrays(pad_value, {name: template[name].dtype for name in row_shapes})
+
+    def padding(name: str, value: np.ndarray) -> np.ndarray:
+        if name not in row_shapes:
+            return np.zeros((*leading, *value.shape), value.dtype)
+        seq_lens = row_shapes[name]
+        shape = (leading[0], *seq_lens, *value.shape[len(seq_lens) :])
+        return np.full(shape, pads[name])
+
+    return {name: padding(name, value) for name, value in template.items()}

@@ -7,8 +7,8 @@ truncated or split. All other features have one value for the whole example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -155,75 +155,6 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
     return names
 
 
-def sequence_groups(
-    arrays: Mapping[str, np.ndarray],
-    sequences: Sequences,
-    names: Collection[str] | None = None,
-) -> dict[str, list[str]]:
-    """Returns the features of each sequence, which share its length.
-
-    Args:
-      arrays: the features of an example.
-      sequences: names of the sequence features, or for several sequences a mapping from
-        each to its features. By default all features with a leading axis; for several
-        sequences, each by itself.
-      names: the names of several sequences; None or empty for a single sequence.
-
-    Raises:
-      ValueError: if a named feature has no leading axis or belongs to two sequences, or
-        if the sequences are not those of `names`.
-    """
-    if not names:
-        features = sequence_names(arrays, cast(Sequence[str] | None, sequences))
-        return {features[0]: features}
-    groups = features_by_sequence(sequences, names)
-    return {name: sequence_names(arrays, groups[name]) for name in names}
-
-
-def features_by_sequence(
-    sequences: Sequences, names: Collection[str]
-) -> dict[str, list[str]]:
-    """Returns the names of the features of each of several sequences.
-
-    A sequence is the first of its features.
-
-    Example:
-      >>> features_by_sequence({"x": [], "y": ["weights"]}, ["x", "y"])
-      {'x': ['x'], 'y': ['y', 'weights']}
-
-    Args:
-      sequences: a mapping from each sequence to the features that share its length; by
-        default each by itself.
-      names: the names of the sequences.
-
-    Raises:
-      ValueError: if the sequences are not those of `names`, or a feature is repeated.
-    """
-    if sequences is None:
-        sequences = {name: [name] for name in names}
-    if not isinstance(sequences, Mapping) or set(sequences) != set(names):
-        raise ValueError(
-            f"`sequences={sequences}` must be a mapping with the features of each of "
-            f"{sorted(names)}."
-        )
-    for name in names:
-        if not isinstance(sequences[name], Sequence):
-            raise ValueError(
-                f"`sequences[{name!r}]={sequences[name]!r}` must be a list with the "
-                "features that are as long as this sequence, or an empty one."
-            )
-    groups = {
-        name: [name, *(x for x in listed_names(sequences[name]) if x != name)]
-        for name in names
-    }
-    features = [name for names in groups.values() for name in names]
-    if len(set(features)) < len(features):
-        raise ValueError(
-            f"`sequences={dict(sequences)}` repeats a feature. Name each feature once."
-        )
-    return groups
-
-
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
     """Raises a ValueError if a feature is text, an object, a date or a duration."""
     for name, value in arrays.items():
@@ -240,14 +171,18 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def matching_arrays(
-    example: Example, template: dict[str, np.ndarray], names: list[str], row: int
+    example: Example,
+    template: dict[str, np.ndarray],
+    axes: Mapping[str, Sequence[str]],
+    row: int,
 ) -> dict[str, np.ndarray]:
     """Returns the features as arrays, after checking them against a template.
 
     Args:
       example: a dict of arrays.
       template: the expected features, as arrays.
-      names: names of the sequence features, whose lengths may differ.
+      axes: mapping from each sequence feature to the sequences of its leading axes,
+        whose lengths may differ.
       row: index of the example in its batch or file, for messages.
 
     Raises:
@@ -260,7 +195,7 @@ def matching_arrays(
             f"{sorted(template)}. Give every example the same features."
         )
     for name, value in arrays.items():
-        skip = 1 if name in names else 0
+        skip = len(axes.get(name, ()))
         expected = template[name]
         if (value.dtype, value.ndim, value.shape[skip:]) != (
             expected.dtype,
@@ -277,7 +212,8 @@ def matching_arrays(
                 f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, but "
                 f"{expected.dtype}{list(expected.shape)} in the first example. Give "
                 "all examples the same dtype and the same shape after the sequence "
-                "axis, or name the features with a sequence axis in `sequences`."
+                "axis, or name the features with a sequence axis in `sequences` (in "
+                "two sequences, if two axes differ in length)."
             )
     return arrays
 
@@ -293,25 +229,6 @@ def example_length(example: Example, sequences: Sequence[str] | None = None) -> 
     return common_length(arrays, sequence_names(arrays, sequences))
 
 
-def example_lengths(
-    example: Example, sequences: Sequences, names: Collection[str] | None
-) -> dict[str, int]:
-    """Returns the length of each sequence.
-
-    Args:
-      example: a dict of arrays.
-      sequences: mapping from each sequence to its features, which share its length.
-      names: the names of several sequences; None or empty for a single sequence.
-
-    Raises:
-      ValueError: if there are no sequences, if the features of one differ in length, or
-        if the example is not a dict.
-    """
-    arrays = as_arrays(example)
-    groups = sequence_groups(arrays, sequences, names)
-    return {name: common_length(arrays, names) for name, names in groups.items()}
-
-
 def common_length(
     arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
 ) -> int:
@@ -325,17 +242,28 @@ def common_length(
     Raises:
       ValueError: if the lengths differ or are 0.
     """
+    return common_size({name: len(arrays[name]) for name in names}, row)
+
+
+def common_size(sizes: Mapping[str, int], row: int | None = None) -> int:
+    """Returns the common length of features.
+
+    Args:
+      sizes: mapping from feature name to the length of an axis.
+      row: index of the example in its batch or file, for messages.
+
+    Raises:
+      ValueError: if the lengths differ or are 0.
+    """
     where = "The example" if row is None else f"Row {row}"
-    lengths = {name: len(arrays[name]) for name in names}
-    if len(set(lengths.values())) != 1:
+    if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"{where} has sequences of different lengths, {lengths}. Name the features "
-            "that share a length in `sequences`."
+            f"{where} has sequences of different lengths, {dict(sizes)}. Name the "
+            "features that share a length in `sequences`."
         )
-    length = lengths[names[0]]
+    name, length = next(iter(sizes.items()))
     if length == 0:
         raise ValueError(
-            f"{where} has length 0 in {names[0]!r}. Remove empty examples from the "
-            "source."
+            f"{where} has length 0 in {name!r}. Remove empty examples from the source."
         )
     return length

@@ -14,6 +14,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.example import as_arrays, matching_arrays
 from jaxbucket.data.row_checks import check_rows
+from jaxbucket.data.sequence_axes import sequence_axes
 from jaxbucket.data.source import RowSource, Source, SpanSource, fingerprints
 from jaxbucket.data.zipped_source import ZippedSource, zip_sources
 
@@ -62,9 +63,10 @@ def _check_alike(sources: Sequence[RowSource]) -> None:
             "sources with the same ones."
         )
     template = as_arrays(sources[0][0])
+    axes = sequence_axes(template, sources[0].sequences)
     for number, source in enumerate(sources):
         try:
-            matching_arrays(source[0], template, list(source.sequences), 0)
+            matching_arrays(source[0], template, axes, 0)
         except ValueError as error:
             raise ValueError(
                 f"`sources[{number}]` differs from `sources[0]`: {error}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any, overload
 
 import grain
@@ -17,8 +16,9 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.data.batch_reader import BatchReader, padded_features
-from jaxbucket.data.example import Sequences, copy_features, listed_names
+from jaxbucket.data.example import Sequences, copy_features
 from jaxbucket.data.num_steps import RunEnd, check_steps, epoch_end, run_end
+from jaxbucket.data.sequence_axes import axis_labels
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform, check_transform, transform_name
 from jaxbucket.schedule.base import Schedule
@@ -64,7 +64,8 @@ def batch_dataset(
       sequences: names of the features that are padded. By default those of the source
         if it declares them, as a token file does; else all with a leading axis. If
         examples have several sequences, each with its own length: a mapping from each
-        sequence to the features that share its length, by default only itself.
+        sequence to the features that share its length, by default only itself. A
+        feature in several of them has an axis for each, in the order of the mapping.
       pad_value: number that fills padded positions and empty rows, or a mapping from
         sequence feature to number (0 for features not named). A single nonzero number
         is allowed only if there is one sequence feature.
@@ -255,7 +256,10 @@ def _continue_like(schedule: Schedule, position: DataPosition) -> Schedule:
 
 def _position(reader: BatchReader, step: int) -> DataPosition:
     schedule, plan = reader.schedule, json.loads(reader.schedule.plan.to_json())
-    padding = {"sequences": _names(reader.sequences), "pad_value": reader.pad_value}
+    padding = {
+        "sequences": axis_labels(reader.sequences),
+        "pad_value": reader.pad_value,
+    }
     transform = {}
     if reader.transform is not None:
         transform = {"transform": transform_name(reader.transform)}
@@ -280,12 +284,3 @@ def _position(reader: BatchReader, step: int) -> DataPosition:
             "fingerprint": schedule.fingerprint,
         },
     )
-
-
-def _names(sequences: Sequences) -> Any:
-    """Returns the names of sequences as lists, which JSON supports."""
-    if sequences is None:
-        return None
-    if isinstance(sequences, Mapping):
-        return {name: listed_names(x) for name, x in sequences.items()}
-    return listed_names(sequences)

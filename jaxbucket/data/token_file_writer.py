@@ -19,8 +19,8 @@ from jaxbucket.data.example import (
     as_arrays,
     common_length,
     matching_arrays,
-    sequence_names,
 )
+from jaxbucket.data.sequence_axes import sequence_axes
 from jaxbucket.data.token_file import TokenFile
 from jaxbucket.data.token_index import OFFSETS, array_path, is_array_name, write_index
 
@@ -81,7 +81,8 @@ def _write(
     if first is None:
         raise ValueError("`examples` is empty. Pass at least one example.")
     template = as_arrays(first)
-    names = sequence_names(template, sequences)
+    axes = sequence_axes(template, sequences)
+    names = list(axes)
     with contextlib.ExitStack() as stack:
 
         def open_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Column:
@@ -96,7 +97,7 @@ def _write(
         offsets.append(np.zeros(1, np.int64))
         total = 0
         for number, example in enumerate(itertools.chain([first], examples)):
-            arrays = matching_arrays(example, template, names, number)
+            arrays = matching_arrays(example, template, axes, number)
             length = common_length(arrays, names, number)
             if length > MAX_LENGTH:
                 raise ValueError(

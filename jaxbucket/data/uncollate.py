@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.data.example import Sequences, listed_names, sequence_groups
+from jaxbucket.data.example import Sequences, listed_names
+from jaxbucket.data.sequence_axes import SequenceAxes, sequence_axes
 
 
 def unbatch(
@@ -31,7 +32,8 @@ def unbatch(
       sequences: names of the features that were padded. By default all features of
         shape `[B, T, ...]`; pass the names if other features happen to have that shape.
         If examples have several sequences, each with its own length: a mapping from
-        each sequence to the features that share its length, by default only itself.
+        each sequence to the features that share its length, by default only itself. A
+        feature in several of them has an axis for each, in the order of the mapping.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
 
     Returns:
@@ -44,25 +46,25 @@ def unbatch(
     ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
     features = {name: np.asarray(value) for name, value in batch.features.items()}
     if len(ids) > 1 or isinstance(sequences, Mapping):
-        groups = sequence_groups(features, sequences, dict.fromkeys(ids, 0))
-    elif sequences is None:
-        (shape,) = (x.shape for x in ids.values())
+        axes = sequence_axes(features, sequences, list(ids))
+        return split_examples(batch, axes, max_segments)
+    ((key, segment_ids),) = ids.items()
+    if sequences is None:
+        shape = segment_ids.shape
         named = [name for name, x in features.items() if x.shape[:2] == shape]
-        groups = dict.fromkeys(ids, named)
     else:
-        groups = dict.fromkeys(ids, listed_names(sequences))
-    keys = {name: key for key, names in groups.items() for name in names}
-    return split_examples(batch, keys, max_segments)
+        named = listed_names(sequences)
+    return split_examples(batch, dict.fromkeys(named, (key,)), max_segments)
 
 
 def split_examples(
-    batch: Batch, keys: Mapping[str, str], max_segments: int | None
+    batch: Batch, axes: SequenceAxes, max_segments: int | None
 ) -> list[dict[str, Any]]:
     """Returns the examples of a batch, some of whose features are sequences.
 
     Args:
       batch: as for `unbatch`.
-      keys: mapping from each sequence feature to the sequence whose length it shares.
+      axes: mapping from each sequence feature to the sequences of its axes after B.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
 
     Raises:
@@ -77,7 +79,7 @@ def split_examples(
             f"`max_segments={max_segments}`, but a row has {most} examples. Pass the "
             "`max_segments` that the rows were packed with."
         )
-    _check_shapes(features, keys, ids, max_segments)
+    _check_shapes(features, axes, ids, max_segments)
     examples = []
     for row in np.flatnonzero(first.any(axis=1)):
         # The end of each segment of the row, after a leading 0.
@@ -89,9 +91,9 @@ def split_examples(
             index = (row, ...) if max_segments is None else (row, segment, ...)
             example = {}
             for name, value in features.items():
-                if name in keys:
-                    start, end = ends[keys[name]][segment : segment + 2]
-                    example[name] = value[row, start:end]
+                if name in axes:
+                    spans = (slice(*ends[x][segment : segment + 2]) for x in axes[name])
+                    example[name] = value[(row, *spans)]
                 else:
                     example[name] = value[index]
             examples.append(example)
@@ -100,7 +102,7 @@ def split_examples(
 
 def _check_shapes(
     features: Mapping[str, np.ndarray],
-    keys: Mapping[str, str],
+    axes: SequenceAxes,
     ids: Mapping[str, np.ndarray],
     max_segments: int | None,
 ) -> None:
@@ -108,19 +110,19 @@ def _check_shapes(
 
     Args:
       features: features of the batch.
-      keys: mapping from each sequence feature to the sequence whose length it shares.
+      axes: mapping from each sequence feature to the sequences of its axes after B.
       ids: segment ids of each sequence.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
     """
-    for name, key in keys.items():
-        expected = ids[key].shape
-        if name not in features or features[name].shape[:2] != expected:
+    for name, keys in axes.items():
+        expected = (len(ids[keys[0]]), *(ids[key].shape[1] for key in keys))
+        if name not in features or features[name].shape[: len(expected)] != expected:
             shapes = {n: list(x.shape) for n, x in features.items()}
             raise ValueError(
                 f"`sequences` names {name!r}, which must be a feature of shape "
                 f"{[*expected, '...']}. The batch has {shapes}."
             )
-    for name in features.keys() - keys.keys() if max_segments is not None else ():
+    for name in features.keys() - axes.keys() if max_segments is not None else ():
         shape = features[name].shape
         if shape[1:2] != (max_segments,):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,8 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.sizes import Sizes
-from jaxbucket.data.example import as_arrays
+from jaxbucket.data.example import Sequences, as_arrays
+from jaxbucket.data.sequence_axes import features_by_sequence
 from jaxbucket.data.source import RowSource, SpanSource, fingerprints, gathers
 
 
@@ -108,13 +109,23 @@ class ZippedSource:
         examples = (source[index] for source in self.sources)
         return {name: value for x in examples for name, value in x.items()}
 
-    def check_features(self, features: Mapping[str, Sequence[str]]) -> None:
+    def check_features(self, sequences: Sequences) -> None:
         """Raises a ValueError if the features of the sequences are others."""
-        if {x: set(y) for x, y in features.items()} != {
+        names = list(self._sources)
+        groups = features_by_sequence(sequences, names, names)
+        for features in groups.values():
+            if shared := [name for name, axis in features.items() if axis]:
+                raise ValueError(
+                    f"`sequences={sequences}` lists {shared} for several sequences, "
+                    "but token files hold features with one sequence axis. Pass a "
+                    "source of examples with all features instead."
+                )
+        if {x: set(y) for x, y in groups.items()} != {
             x: set(y) for x, y in self.features.items()
         }:
+            features = {name: list(x) for name, x in groups.items()}
             raise ValueError(
-                f"`sequences={dict(features)}`, but the source has {self.features}. "
+                f"`sequences={features}`, but the source has {self.features}. "
                 "Remove `sequences`, or write the files with these sequences."
             )
 

@@ -10,6 +10,7 @@ assigns the examples that do not fill a batch. `planner` combines these modules,
 from etils import epy as _epy
 
 with _epy.lazy_api_imports(globals()):
+    from jaxbucket.plan.area import AreaBudget, AreaCost
     from jaxbucket.plan.chunks import chunk_lengths
     from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
     from jaxbucket.plan.curve import PlanCurve

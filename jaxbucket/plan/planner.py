@@ -79,7 +79,8 @@ def plan_buckets(
     If examples have several sequences, such as source and target, a bucket has a T for
     each, and the buckets are planned in all of them at once (see `plan_jointly`). Then
     `max_tokens`, `seq_len_multiple`, `max_seq_len` and `overlong` may be mappings from
-    sequence name to a value, and functions receive such a mapping in place of T.
+    sequence name to a value, and functions receive such a mapping in place of T. For
+    images, `AreaBudget` and `AreaCost` are such functions.
 
     Example:
       >>> pairs = {"source": lengths, "target": lengths[::-1]}

@@ -123,7 +123,8 @@ def stream_batches(
         default.
       sequences: the features that are padded; by default all with a leading axis. If
         examples have several sequences: a mapping from each to the features that share
-        its length, by default only itself.
+        its length, by default only itself. A feature in several of them has an axis for
+        each, in the order of the mapping.
       pad_value: the value of padding: a number for all sequences, or a dict
         `{feature: number}`.
       like: an example with the features that `transform` returns, needed if the stream

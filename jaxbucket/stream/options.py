@@ -10,7 +10,8 @@ from jaxbucket.base.batch import RowShard
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.data.example import Sequences, features_by_sequence, listed_names
+from jaxbucket.data.example import Sequences, listed_names
+from jaxbucket.data.sequence_axes import axis_labels, listed_by_sequence
 from jaxbucket.data.transform import Transform, transform_name
 
 Policy: TypeAlias = Literal["closest", "first"]
@@ -74,7 +75,7 @@ class Options:
             "group": self.group,
             "pack": self.pack,
             "max_wait": self.max_wait,
-            "sequences": self.sequences,
+            "sequences": axis_labels(self.sequences),
             "pad_value": self.pad_value,
             "seed": self.seed,
         }
@@ -87,7 +88,7 @@ class Options:
 def checked_sequences(
     sequences: Sequences, names: Collection[str]
 ) -> list[str] | dict[str, list[str]] | None:
-    """Returns the features that are padded, as plain Python for JSON.
+    """Returns the features that are padded, as lists.
 
     Args:
       sequences: names of features; a mapping from each of several sequences to its
@@ -98,5 +99,5 @@ def checked_sequences(
       ValueError: if a feature is repeated, or the sequences are not those of `names`.
     """
     if names:
-        return features_by_sequence(sequences, names)
+        return listed_by_sequence(sequences, names)
     return None if sequences is None else listed_names(cast(Sequence[str], sequences))

@@ -18,9 +18,12 @@ from jaxbucket.data.example import (
     Example,
     Sequences,
     as_arrays,
-    common_length,
     copy_features,
-    sequence_groups,
+)
+from jaxbucket.data.sequence_axes import (
+    SequenceAxes,
+    sequence_axes,
+    sequence_lengths,
 )
 from jaxbucket.plan.flow.dominance import is_maximal
 
@@ -87,8 +90,10 @@ class LengthLimits:
             "error".
         """
         arrays = as_arrays(example)
-        groups = sequence_groups(arrays, self.sequences, self.names)
-        lengths = tuple(common_length(arrays, names) for names in groups.values())
+        axes = sequence_axes(arrays, self.sequences, self.names)
+        by_name = sequence_lengths(arrays, axes)
+        names = self.names or tuple(by_name)
+        lengths = tuple(by_name[name] for name in names)
         if self.max_ratio is not None and not self._within_ratio(lengths):
             counts.filtered += 1
             return []
@@ -99,24 +104,23 @@ class LengthLimits:
             (length,), ((size,),) = lengths, self.shapes
             starts = range(0, length, size)
             return [
-                _chunk(arrays, groups, (x,), (min(x + size, length),)) for x in starts
+                _chunk(arrays, axes, {names[0]: slice(x, min(x + size, length))})
+                for x in starts
             ]
         kept = self._truncated(lengths)
         if not self._hold(kept):
             if "drop" not in self.policies:
-                raise ValueError(
-                    _unheld_message(dict(zip(groups, lengths, strict=True)))
-                )
+                raise ValueError(_unheld_message(by_name))
             counts.dropped += 1
             return []
         counts.truncated += 1
         counts.truncated_tokens += sum(lengths) - sum(kept)
-        starts = tuple(
+        starts = (
             length - size if policy == "truncate_left" else 0
             for length, size, policy in zip(lengths, kept, self.policies, strict=True)
         )
-        stops = tuple(map(operator.add, starts, kept))
-        return [_chunk(arrays, groups, starts, stops)]
+        spans = (slice(x, x + size) for x, size in zip(starts, kept, strict=True))
+        return [_chunk(arrays, axes, dict(zip(names, spans, strict=True)))]
 
     def _within_ratio(self, lengths: ExampleLengths) -> bool:
         return bool(within_ratio(np.array([lengths]), self.names, self.max_ratio)[0])
@@ -164,28 +168,18 @@ def _unheld_message(lengths: dict[str, int]) -> str:
 
 
 def _chunk(
-    arrays: Mapping[str, np.ndarray],
-    groups: Mapping[str, list[str]],
-    starts: ExampleLengths,
-    stops: ExampleLengths,
+    arrays: Mapping[str, np.ndarray], axes: SequenceAxes, spans: Mapping[str, slice]
 ) -> tuple[ExampleLengths, Example]:
     """Returns the lengths of a part of an example, and the part.
 
     Args:
       arrays: the features of the example.
-      groups: the features of each sequence.
-      starts: the first position to keep in each sequence.
-      stops: one past the last position in each sequence.
+      axes: mapping from each sequence feature to the sequences of its leading axes.
+      spans: the positions to keep in each sequence, in the order of the lengths.
     """
-    spans = list(map(slice, starts, stops))
-    kept = {
-        name: span
-        for names, span in zip(groups.values(), spans, strict=True)
-        for name in names
-    }
     # Copied, because a view would keep the whole array in memory.
     chunk = {
-        name: np.array(value[kept[name]] if name in kept else value)
+        name: np.array(value[tuple(spans[x] for x in axes.get(name, ()))])
         for name, value in arrays.items()
     }
-    return tuple(map(operator.sub, stops, starts)), chunk
+    return tuple(span.stop - span.start for span in spans.values()), chunk

@@ -93,13 +93,15 @@ def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:
 
 
 def _kinds(status: PeerStatus) -> dict[str, str]:
-    """Returns the dtype of each feature, and its shape without the sequence axis."""
+    """Returns the dtype of each feature, and its shape without sequence axes."""
     kinds, sequences = {}, status.config["sequences"]
     if isinstance(sequences, dict):
-        sequences = [name for names in sequences.values() for name in names]
+        # A feature of several sequences has `[name, axis]` for each axis but the first.
+        entries = [entry for names in sequences.values() for entry in names]
+        sequences = [x if isinstance(x, str) else x[0] for x in entries]
     for name, (dtype, shape) in sorted(status.features.items()):
-        is_sequence = sequences is None or name in sequences
+        num_axes = 1 if sequences is None else sequences.count(name)
         # The dtype of a string depends on its length.
         dtype = "text" if np.dtype(dtype).kind in "SU" else dtype
-        kinds[name] = f"{dtype}{list(shape[is_sequence:])}"
+        kinds[name] = f"{dtype}{list(shape[num_axes:])}"
     return kinds

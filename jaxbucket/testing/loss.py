@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jaxbucket.base.batch import Batch
 from jaxbucket.testing.batches import shorten
 from jaxbucket.testing.variants import (
+    PaddedFeatures,
     filled_rows,
     is_packed,
     take_rows,
@@ -71,7 +72,7 @@ def check_loss(
     batch: Batch,
     *,
     seed: int | None = 0,
-    sequences: Collection[str] | None = None,
+    sequences: PaddedFeatures = None,
     tolerance: float = 1e-4,
 ) -> None:
     """Checks that a loss is a sum over rows, independent of their layout over devices.
@@ -108,8 +109,10 @@ def check_loss(
         rows that contain examples. A small batch is enough.
       seed: the seed of the rows' keys; None to call the loss with `keys=None`, as in
         evaluation.
-      sequences: the features that are padded, by default all of shape `[B, T, ...]`.
-        Pass their names if other features may have that shape by coincidence.
+      sequences: the features that are padded, by default all of shape `[B, T, ...]`,
+        or `[B, T, T', ...]` with the T of several sequences. Pass their names if other
+        features may have that shape by coincidence; or a mapping from each of several
+        sequences to its features, as for `collate_rows`.
       tolerance: how much results may differ, relative to the results of the two halves
         of the batch (which may cancel in the sum). Models that compute in half
         precision need 1e-2.
@@ -117,7 +120,8 @@ def check_loss(
     Raises:
       AssertionError: if results differ, with the differences and a remedy; or if they
         are not finite.
-      ValueError: if the batch has fewer than two rows with examples, or the loss
+      ValueError: if the batch has fewer than two rows with examples, if the axes of a
+        feature of several sequences with the same T are not known, or if the loss
         breaks the contract.
     """
     batch = _checked_batch(batch)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
 
 import jax
 import numpy as np
 
 from jaxbucket.base.batch import Batch
+
+# Names of the features that are padded; with several sequences also a mapping from each
+# to its features. None for those of shape `[B, T, ...]`.
+PaddedFeatures: TypeAlias = Collection[str] | Mapping[str, Collection[str]] | None
 
 
 def filled_rows(batch: Batch) -> np.ndarray:
@@ -34,7 +39,7 @@ def with_empty_rows(batch: Batch, count: int) -> Batch:
     return jax.tree.map(longer, batch)
 
 
-def with_other_padding(batch: Batch, sequences: Collection[str] | None) -> Batch:
+def with_other_padding(batch: Batch, sequences: PaddedFeatures) -> Batch:
     """Returns the batch with its padding replaced by real values of other positions."""
     features = {}
     for name, x in batch.features.items():
@@ -42,21 +47,26 @@ def with_other_padding(batch: Batch, sequences: Collection[str] | None) -> Batch
     return batch._replace(features=features)
 
 
-def with_more_columns(batch: Batch, sequences: Collection[str] | None) -> Batch:
-    """Returns the batch with twice as many columns, the new ones filled with zeros."""
+def with_more_columns(batch: Batch, sequences: PaddedFeatures) -> Batch:
+    """Returns the batch with twice as many columns, the new ones filled with zeros.
 
-    def longer(x: np.ndarray) -> np.ndarray:
-        return np.concatenate([x, np.zeros_like(x)], axis=1)
+    A feature with axes of several sequences is doubled along each of them.
+    """
+
+    def longer(x: np.ndarray, num_axes: int = 1) -> np.ndarray:
+        for axis in range(1, num_axes + 1):
+            x = np.concatenate([x, np.zeros_like(x)], axis=axis)
+        return x
 
     features = {
-        name: longer(x) if _find_sequence(batch, name, sequences) else x
+        name: longer(x, len(_find_sequences(batch, name, sequences)))
         for name, x in batch.features.items()
     }
     segment_ids, positions = jax.tree.map(longer, batch[1:])
     return Batch(features, segment_ids, positions)
 
 
-def without_neighbors(batch: Batch, sequences: Collection[str] | None) -> Batch:
+def without_neighbors(batch: Batch, sequences: PaddedFeatures) -> Batch:
     """Returns the batch with every example at the start of a row of its own."""
     counts = _num_segments(batch)
     rows, segments = np.nonzero(np.arange(counts.max()) < counts[:, None])
@@ -80,8 +90,9 @@ def without_neighbors(batch: Batch, sequences: Collection[str] | None) -> Batch:
 
     features = {}
     for name, x in batch.features.items():
-        sequence = _find_sequence(batch, name, sequences)
-        features[name] = move_sequence(x, sequence) if sequence else move_scalar(x)
+        # Features of packed rows have the axis of one sequence.
+        found = _find_sequences(batch, name, sequences)
+        features[name] = move_sequence(x, found[0]) if found else move_scalar(x)
     segment_ids = {name: x.astype(np.int32) for name, x in real.items()}
     positions = {name: move_sequence(x, name) for name, x in batch.positions.items()}
     return Batch(features, segment_ids, positions)
@@ -92,34 +103,55 @@ def _num_segments(batch: Batch) -> np.ndarray:
     return next(iter(batch.segment_ids.values())).max(axis=1)
 
 
-def _real_entries(
-    batch: Batch, name: str, sequences: Collection[str] | None
-) -> np.ndarray:
+def _real_entries(batch: Batch, name: str, sequences: PaddedFeatures) -> np.ndarray:
     """Returns a bool array of the entries of a feature that are not padding.
 
-    It is `[B, T]` for a sequence, `[B, S]` for a scalar of packed examples, and `[B]`
-    otherwise.
+    It is `[B, T]` for a sequence, `[B, T, T', ...]` for a feature with axes of several
+    sequences, `[B, S]` for a scalar of packed examples, and `[B]` otherwise.
     """
-    sequence = _find_sequence(batch, name, sequences)
-    if sequence is not None:
-        return batch.segment_ids[sequence] > 0
     num_segments, x = _num_segments(batch), batch.features[name]
+    if found := _find_sequences(batch, name, sequences):
+        real = np.ones(len(x), bool)
+        for key in found:
+            ids = batch.segment_ids[key]
+            ids = ids.reshape(len(x), *[1] * (real.ndim - 1), -1)
+            real = real[..., None] & (ids > 0)
+        return real
     if _is_stacked(batch, x):
         return np.arange(x.shape[1]) < num_segments[:, None]
     return num_segments > 0
 
 
-def _find_sequence(
-    batch: Batch, name: str, sequences: Collection[str] | None
-) -> str | None:
-    """Returns the key in `segment_ids` of a feature `[B, T, ...]`, or None."""
+def _find_sequences(
+    batch: Batch, name: str, sequences: PaddedFeatures
+) -> tuple[str, ...]:
+    """Returns the keys in `segment_ids` of the axes of a feature after B.
+
+    Raises:
+      ValueError: if the order of several keys is not known, because they have the same
+        T and `sequences` is not a mapping.
+    """
+    if isinstance(sequences, Mapping):
+        return tuple(key for key, names in sequences.items() if name in (key, *names))
     if name in batch.segment_ids:
-        return name
+        return (name,)
     if sequences is not None and name not in sequences:
-        return None
-    shape = batch.features[name].shape[:2]
-    same = (key for key, ids in batch.segment_ids.items() if ids.shape == shape)
-    return next(same, None)
+        return ()
+    found: list[str] = []
+    for size in batch.features[name].shape[1:]:
+        others = batch.segment_ids.keys() - found
+        fitting = sorted(k for k in others if batch.segment_ids[k].shape[1] == size)
+        if not fitting:
+            break
+        found.append(fitting[0])
+    seq_lens = {batch.segment_ids[key].shape[1] for key in found}
+    if len(seq_lens) < len(found):
+        raise ValueError(
+            f"The sequences {sorted(found)} have the same T in this batch, so the "
+            f"order of the axes of {name!r} is not known. Pass a mapping, for example "
+            f"`sequences={ {key: [name] for key in found} }`."
+        )
+    return tuple(found)
 
 
 def _is_stacked(batch: Batch, x: np.ndarray) -> bool:

@@ -234,7 +234,7 @@ def _checked_shapes(shapes: Iterable[Bucket]) -> list[Bucket]:
             raise ValueError(
                 f"`shapes` contains {shape}, but calibration requires shapes with a "
                 "single T. Plan for several sequences with a cost function, such as "
-                "`jb.plan.EncoderDecoderCost`."
+                "`jb.plan.EncoderDecoderCost` or `jb.plan.AreaCost`."
             )
         if shapes.count(shape) > 1:
             raise ValueError(

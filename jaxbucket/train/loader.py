@@ -67,7 +67,8 @@ class MeshLoader:
       sequences: the features that are padded; by default those that the source
         declares, as a token file does, or else all features with a leading axis. For
         several sequences with lengths of their own, a mapping from sequence name to
-        features.
+        features. A feature in several of them, such as an image, has an axis for each,
+        in the order of the mapping.
       pad_value: the padding value of each sequence, name -> number, 0 if not given; or
         a single number if there is only one sequence.
       transform: `(example, rng) -> example`, a random augmentation that preserves the

@@ -146,16 +146,18 @@ def predict(
       batches: the batches of exactly one epoch, in which each example appears once.
       sequences: the outputs whose padding is removed, or the name of one; `[]` if there
         are none. If examples have several sequences, a mapping from each to its
-        outputs. By default all outputs of shape `[B, T, ...]` in every batch; required
-        if all batches have the same T and an output has this shape, because it may have
-        T values that are not padded. If rows are packed, all other outputs have shape
-        `[B, S, ...]`, with an entry for each of the `max_segments` S that a row may
-        hold.
+        outputs; an output in two of them has shape `[B, T, T', ...]`. By default all
+        outputs of shape `[B, T, ...]` in every batch; required if an output has axes of
+        two sequences, or if all batches have the same T and an output has this shape,
+        because it may have T values that are not padded. If rows are packed, all other
+        outputs have shape `[B, S, ...]`, with an entry for each of the `max_segments` S
+        that a row may hold.
       progress: whether to show a progress bar on a terminal.
 
     Returns:
-      A dict for each example, with arrays `[length, ...]` for sequences and `[...]` for
-      other outputs; None for an example that is dropped by `overlong="drop"`.
+      A dict for each example, with arrays `[length, ...]` for sequences, with a length
+      for each sequence of the output, and `[...]` for other outputs; None for an
+      example that is dropped by `overlong="drop"`.
 
     Raises:
       ValueError: if `batches` is not a `MeshLoader`, is not exactly one epoch, or
@@ -172,15 +174,15 @@ def predict(
         names.add(output)
         if is_uniform:
             # Other batches have the same T, so an error need not wait for them.
-            names.keys()
+            names.axes()
         outputs.append((indices.rows[indices.rows != EMPTY_ROW], output))
     # Padding is removed at the end, because a later batch may show that an output is
     # not a sequence.
-    keys = names.keys()
+    axes = names.axes()
     num_examples = len(batches.schedule.lengths)
     examples: list[dict[str, np.ndarray] | None] = [None] * num_examples
     for present, output in outputs:
-        rows = split_examples(output, keys, max_segments)
+        rows = split_examples(output, axes, max_segments)
         for index, example in zip(present, rows, strict=True):
             examples[index] = example
     return examples

@@ -92,8 +92,8 @@ def write_predictions(
       batches: the batches of exactly one epoch, in which each example appears once.
       sequences: the outputs of shape `[B, T, ...]` whose padding is removed, or the
         name of one; `[]` if there are none. If examples have several sequences, a
-        mapping from each to its outputs. Required if an output of the first batch has
-        this shape, unless rows are packed.
+        mapping from each to its outputs, where each output is in one of them. Required
+        if an output of the first batch has this shape, unless rows are packed.
       save_seconds: the seconds between two points from which the job can be resumed. A
         job that is killed before the first of them starts again.
       progress: whether to show a progress bar on a terminal.
@@ -159,7 +159,7 @@ class _Files:
         # The manifest that this job has read or written last.
         self._manifest: Manifest | None = None
         # Output -> its sequence, if it is one; None before the first output.
-        self._keys: dict[str, str] | None = None
+        self._axes: dict[str, tuple[str, ...]] | None = None
         # Output that is a sequence -> `[N + 1]` places of the examples in its file.
         self._offsets: dict[str, np.ndarray] = {}
         # Output -> its file.
@@ -209,10 +209,10 @@ class _Files:
         """Writes the outputs of a batch, if this process is the one that writes."""
         if not self._is_writer:
             return
-        if self._keys is None:
+        if self._axes is None:
             self._find_sequences(output)
-        assert self._keys is not None
-        examples = split_examples(output, self._keys, self._schedule.max_segments)
+        assert self._axes is not None
+        examples = split_examples(output, self._axes, self._schedule.max_segments)
         if not examples:
             return
         if self._written is None:
@@ -233,10 +233,17 @@ class _Files:
     def _find_sequences(self, output: Batch) -> None:
         outputs = OutputSequences(self._sequences, self._schedule.max_segments)
         outputs.add(output)
-        self._keys = outputs.keys()
-        self._offsets = {n: _offsets(self._schedule, k) for n, k in self._keys.items()}
+        axes = outputs.axes()
+        if several := sorted(name for name, keys in axes.items() if len(keys) > 1):
+            raise ValueError(
+                f"`sequences={self._sequences!r}` lists {several} for several "
+                "sequences, but a file holds outputs with one padded axis. Use "
+                "`predict`, which returns all outputs."
+            )
+        self._axes = axes
+        self._offsets = {n: _offsets(self._schedule, k) for n, (k,) in axes.items()}
         if self._manifest is not None and self._written is not None:
-            self._check_sequences(self._manifest, list(self._keys))
+            self._check_sequences(self._manifest, list(axes))
 
     def _check_sequences(self, manifest: Manifest, names: list[str]) -> None:
         """Raises a ValueError unless the same outputs are sequences as before."""

@@ -12,24 +12,27 @@ from jaxbucket.data.example import Sequences, listed_names
 
 
 class OutputSequences:
-    """Finds the sequence of each output, from `sequences` or from shapes.
+    """Finds the sequences of each output, from `sequences` or from shapes.
 
     An output of shape `[B, T, ...]` is a sequence if T differs between batches. If all
     batches have the same T, it may as well be a vector of T numbers. In packed rows,
-    other outputs have shape `[B, S, ...]` instead, where S is `max_segments`.
+    other outputs have shape `[B, S, ...]` instead, where S is `max_segments`. An output
+    with axes of several sequences, such as `[B, H, W]`, must be named.
 
     Args:
       sequences: the outputs that are sequences, None to find them by their shapes. If
         examples have several sequences, a mapping from each to the outputs that share
-        its length.
+        its length. An output in several of them has an axis for each, in the order of
+        the mapping.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
     """
 
     def __init__(self, sequences: Sequences, max_segments: int | None):
         self._given = sequences
         self._max_segments = max_segments
-        # Output -> the sequences whose T its second axis has had in all batches.
-        self._fitting: dict[str, set[str]] = {}
+        # Output -> for each axis after B, the sequences whose T it has had in all
+        # batches; as many axes as there are sequences.
+        self._fitting: dict[str, list[set[str]]] = {}
         # Sequence -> all of its T.
         self._seq_lens: dict[str, set[int]] = defaultdict(set)
 
@@ -40,35 +43,44 @@ class OutputSequences:
           ValueError: if `sequences` does not describe the outputs, or if they have no
             shape of packed rows.
         """
-        for key, ids in output.segment_ids.items():
-            self._seq_lens[key].add(ids.shape[1])
-        shapes = {key: ids.shape for key, ids in output.segment_ids.items()}
+        seq_lens = {key: ids.shape[1] for key, ids in output.segment_ids.items()}
+        for key, seq_len in seq_lens.items():
+            self._seq_lens[key].add(seq_len)
         for name, x in output.features.items():
-            keys = {key for key, shape in shapes.items() if x.shape[:2] == shape}
-            self._fitting[name] = self._fitting.get(name, keys) & keys
+            fitting = [
+                {key for key, seq_len in seq_lens.items() if (seq_len,) == size}
+                for size in (x.shape[i : i + 1] for i in range(1, len(seq_lens) + 1))
+            ]
+            before = self._fitting.get(name, fitting)
+            self._fitting[name] = list(map(set.intersection, before, fitting))
         given = self._named()
         for name, x in output.features.items():
-            is_sequence = name in given if given is not None else self._fitting[name]
+            is_sequence = name in given if given is not None else self._fitting[name][0]
             if not is_sequence:
                 self._check_segments(name, x)
 
-    def keys(self) -> dict[str, str]:
-        """Returns the sequence of each output that is one.
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """Returns the sequences of the axes after B, for each output that has some.
 
         Raises:
-          ValueError: if the shapes do not determine it, and `sequences` is None.
+          ValueError: if the shapes do not determine them, and `sequences` is None.
         """
         given = self._named()
         if given is not None:
             return given
+        first = {name: axes[0] for name, axes in self._fitting.items() if axes[0]}
         unclear = {
             name: sorted(keys)[0]
-            for name, keys in self._fitting.items()
+            for name, keys in first.items()
             if len(keys) > 1 or any(self._may_be_other(key) for key in keys)
         }
         if unclear:
             raise ValueError(self._unclear(unclear))
-        return {name: key for name, keys in self._fitting.items() for key in keys}
+        axes = {name: tuple(keys) for name, keys in first.items()}
+        for name, keys in axes.items():
+            if others := set().union(*self._fitting[name][1:]).difference(keys):
+                raise ValueError(_unclear_axes(name, [*keys, *sorted(others)]))
+        return axes
 
     def _may_be_other(self, key: str) -> bool:
         """Whether outputs with the T of a sequence may have another axis instead."""
@@ -76,8 +88,8 @@ class OutputSequences:
             return len(self._seq_lens[key]) == 1
         return self._seq_lens[key] == {self._max_segments}
 
-    def _named(self) -> dict[str, str] | None:
-        """Returns output -> sequence as given, None to find them by their shapes."""
+    def _named(self) -> dict[str, tuple[str, ...]] | None:
+        """Returns the sequences of outputs as given, None to find them by shapes."""
         if self._given is None:
             return None
         known = sorted(self._seq_lens)
@@ -95,14 +107,18 @@ class OutputSequences:
                 f"`sequences={self._given!r}` has the keys {unknown}. Use the "
                 f"sequences of the examples, {known}."
             )
-        named = {n: key for key, names in groups.items() for n in listed_names(names)}
-        for name, key in named.items():
-            fitting = sorted(n for n, keys in self._fitting.items() if key in keys)
-            if name not in fitting:
-                raise ValueError(
-                    f"`sequences={self._given!r}` must name outputs of shape "
-                    f"[B, T, ...]. Choose from {fitting}."
-                )
+        named: dict[str, tuple[str, ...]] = {}
+        for key, names in groups.items():
+            for name in listed_names(names):
+                keys = named.get(name, ())
+                fitting = [n for n, x in self._fitting.items() if key in x[len(keys)]]
+                if name not in fitting:
+                    shape = "T, " * (len(keys) + 1) + "..."
+                    raise ValueError(
+                        f"`sequences={self._given!r}` must name outputs of shape "
+                        f"[B, {shape}]. Choose from {sorted(fitting)}."
+                    )
+                named[name] = (*keys, key)
         return named
 
     def _check_segments(self, name: str, x: np.ndarray) -> None:
@@ -124,6 +140,15 @@ class OutputSequences:
             "belong to another sequence of this T. Pass those that are padded, for "
             f"example `sequences={remedy}`, or `sequences=[]` if none is."
         )
+
+
+def _unclear_axes(name: str, keys: list[str]) -> str:
+    remedy = {key: [name] for key in keys}
+    return (
+        f"`steps` returned {name!r} with axes as long as the sequences {keys}. List it "
+        f"for each of its padded axes, in their order, for example "
+        f"`sequences={remedy}`, or pass `sequences=[]` if no output is padded."
+    )
 
 
 def given_names(sequences: Sequences) -> list[str]:

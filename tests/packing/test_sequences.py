@@ -558,7 +558,7 @@ def test_collate_refuses_sequences_that_do_not_fit():
         jb.data.collate_rows([pair], bucket, truncate=["b"])
     with pytest.raises(ValueError, match="must be a mapping with the features of each"):
         jb.data.collate_rows([pair], bucket, sequences=["a"])
-    with pytest.raises(ValueError, match="repeats a feature"):
+    with pytest.raises(ValueError, match="lists 'b' for 2 sequences, but its shape is"):
         jb.data.collate_rows([pair], bucket, sequences={"a": ["b"], "b": []})
     with pytest.raises(ValueError, match="names several sequences"):
         jb.data.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})

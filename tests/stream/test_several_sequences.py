@@ -618,7 +618,7 @@ def other_plan(source: int, target: int, **options) -> dict[int, jb.BucketPlan]:
             "`sequences={'source': [], 'targets': []}` must be a mapping with",
         ),
         (
-            {"sequences": {"source": ["weights"], "target": ["weights"]}},
+            {"sequences": {"source": [], "target": ["weights", "weights"]}},
             "repeats a feature. Name each feature once.",
         ),
         (
@@ -728,7 +728,7 @@ def test_an_example_without_a_sequence_is_rejected_with_its_index():
         lambda x: {name: x[name] for name in ("source", "weights")}
     )
     dataset = jb.stream_batches(examples, PLAN, pool_size=8)
-    message = "Example 0 of epoch 0 of the stream: `sequences=['target']`: ['target'] "
+    message = "Example 0 of epoch 0 of the stream: `sequences['target']=['target']`: "
     with pytest.raises(ValueError, match=re.escape(message)):
         next(iter(dataset))
 
@@ -775,6 +775,32 @@ def test_hosts_with_different_sequences_are_rejected():
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         list(pool.map(check_rejected, hosts))
+
+
+def test_hosts_may_start_with_images_of_different_sizes():
+    def images(host):
+        sizes = np.random.default_rng(host).integers(1, 8, (20, 2))
+        return [{"image": np.full(shape, host)} for shape in sizes.tolist()]
+
+    names, threads = ("height", "width"), Threads(2)
+    hosts = [
+        iter(
+            jb.stream_batches(
+                grain.MapDataset.source(images(host)).to_iter_dataset(),
+                jb.BucketPlan.from_shapes([(4, dict.fromkeys(names, 8))]),
+                pool_size=8,
+                lengths={name: [8, 4] for name in names},
+                shard=jb.data.RowShard((host,), 2),
+                processes=threads.of(host),
+                sequences={name: ["image"] for name in names},
+                on_drift=None,
+            )
+        )
+        for host in range(2)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        buckets = list(pool.map(lambda host: [batch.bucket for batch in host], hosts))
+    assert buckets[0] == buckets[1] != []
 
 
 def test_a_state_with_other_sequences_is_rejected():

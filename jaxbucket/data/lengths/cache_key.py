@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from jaxbucket.base.digest import digest
-from jaxbucket.data.example import listed_names
 from jaxbucket.data.source import Source, contents
 
 # The user's name of a function; for several functions, of each.
@@ -16,7 +15,7 @@ CacheKey: TypeAlias = str | Mapping[str, str] | None
 
 def file_keys(
     source: Source,
-    features: Mapping[str | None, Sequence[str] | None],
+    features: Mapping[str | None, Any],
     functions: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None,
     *,
     argument: str,
@@ -27,7 +26,8 @@ def file_keys(
 
     Args:
       source: random-access source of examples.
-      features: the features that determine each value, by the name of the value.
+      features: what identifies the features that determine each value, by the name of
+        the value; its text is part of the key.
       functions: the functions passed by the user, which determine values instead.
       argument: name of the argument with the functions.
       cache: cache folder, or None.
@@ -48,7 +48,7 @@ def file_keys(
     sample = contents(source).encode()
     keys = {}
     for name, names in features.items():
-        how = f"{len(source)} {labels.get(name, '')} {names and listed_names(names)}"
+        how = f"{len(source)} {labels.get(name, '')} {names}"
         keys[name] = digest(how.encode(), sample)
     return keys
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 import numpy as np
 
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.base.sizes import check_sequence_names
-from jaxbucket.data.example import Sequences, example_length, features_by_sequence
+from jaxbucket.data.example import Sequences, example_length, listed_names
 from jaxbucket.data.lengths.cache import ArrayFile, join, share_of
 from jaxbucket.data.lengths.cache_key import CacheKey, file_keys
 from jaxbucket.data.lengths.quantities import LENGTH
@@ -24,6 +24,7 @@ from jaxbucket.data.lengths.source_pass import (
     num_examples,
     unnamed,
 )
+from jaxbucket.data.sequence_axes import axis_labels, length_functions
 from jaxbucket.data.source import RowSource, Source, check_sequences
 
 _PATH_CHARACTERS = 200
@@ -87,7 +88,8 @@ def measure_lengths(
         a sequence to the function that measures it.
       sequences: names of the features that will be padded. By default all features with
         a leading axis. With several sequences: a mapping from each to the features that
-        share its length, as in `MeshLoader`.
+        share its length, as in `MeshLoader`. A feature in several of them has an axis
+        for each, in the order of the mapping.
       num_workers: number of worker processes; 0 measures in this process. The source
         and the function are pickled and sent to each worker.
       cache: folder in which lengths are stored, those of each sequence in a file. A
@@ -110,8 +112,8 @@ def measure_lengths(
 
     Raises:
       ValueError: if the source is a path or empty, if an example has no positive
-        length, if `length_fn` has names that `sequences` lacks, if a feature belongs to
-        two sequences, if `cache_key` is missing or does not name each function, or if a
+        length, if `length_fn` has names that `sequences` lacks, if a feature lacks an
+        axis, if `cache_key` is missing or does not name each function, or if a
         cached file is truncated or was not written by this function.
       RuntimeError: if a worker process dies.
     """
@@ -122,7 +124,7 @@ def measure_lengths(
         check_sequences(source, sequences)
         return source.lengths
     features = _features(length_fn, sequences)
-    functions = _functions(length_fn, features)
+    functions = _functions(length_fn, sequences, features)
     measuring = SourcePass(source, functions, LENGTH, num_workers, progress)
     if cache is not None:
         keys = file_keys(
@@ -147,10 +149,8 @@ def measure_lengths(
     return unnamed(measuring.values(0, size))
 
 
-def _features(
-    length_fn: Any, sequences: Sequences
-) -> dict[str | None, Sequence[str] | None]:
-    """Returns the features of each sequence, by name; None for the default.
+def _features(length_fn: Any, sequences: Sequences) -> dict[str | None, Any]:
+    """Returns what identifies the features of each sequence; None for the default.
 
     Raises:
       ValueError: if `length_fn` and `sequences` do not fit together.
@@ -167,10 +167,9 @@ def _features(
                 f"`length_fn` has functions for {unknown}, but `sequences` names "
                 f"{list(sequences)}. Use the same names."
             )
-        groups = features_by_sequence(sequences, list(sequences))
-        return {name: groups[name] for name in sorted(groups)}
+        return dict(sorted(axis_labels(sequences).items()))
     if not isinstance(length_fn, Mapping):
-        return {None: sequences}
+        return {None: sequences and listed_names(sequences)}
     if sequences is not None:
         raise ValueError(
             f"`length_fn` has functions for {list(length_fn)}, but `sequences="
@@ -182,13 +181,16 @@ def _features(
 
 
 def _functions(
-    length_fn: Any, features: Mapping[str | None, Sequence[str] | None]
+    length_fn: Any, sequences: Sequences, names: Collection[str | None]
 ) -> Functions:
     """Returns the function that measures each sequence."""
-    by_features = {
-        name: functools.partial(example_length, sequences=names)
-        for name, names in features.items()
-    }
+    by_features: Functions
+    if isinstance(sequences, Mapping):
+        functions = length_functions(sequences)
+        by_features = {name: functions[name] for name in sorted(functions)}
+    else:
+        measure = functools.partial(example_length, sequences=sequences)
+        by_features = dict.fromkeys(names, measure)
     if length_fn is None:
         return by_features
     return {**by_features, **functions_by_name("length_fn", length_fn)}

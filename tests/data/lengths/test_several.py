@@ -198,7 +198,7 @@ def test_a_token_file_has_lengths_for_each_feature(tmp_path):
         ),
         (
             {"sequences": {"source": ["weights"], "target": ["weights"]}},
-            "repeats a feature. Name each feature once.",
+            "`sequences` lists 'weights' for 2 sequences, but its shape is [1]",
         ),
         (
             {"sequences": {"source": [], 2: []}},
@@ -210,7 +210,7 @@ def test_a_token_file_has_lengths_for_each_feature(tmp_path):
         ),
         (
             {"sequences": {"source": [], "text": []}},
-            "`source[0]`, sequence 'text': `sequences=['text']`: ['text'] are not",
+            "`source[0]`, sequence 'text': `sequences['text']=['text']`: ['text'] are ",
         ),
         (
             {"sequences": {"source": ["target"], "weights": []}},

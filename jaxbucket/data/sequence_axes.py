@@ -1,0 +1,265 @@
+"""Which axes of the features of an example are sequences, and how long they are.
+
+With one sequence, all of its features have shape `[n, ...]`. With several, a feature
+has a leading axis for each sequence that lists it, so an image `[H, W, 3]` is a feature
+of the two sequences "height" and "width".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from jaxbucket.data.example import (
+    Example,
+    Sequences,
+    as_arrays,
+    common_size,
+    listed_names,
+    sequence_names,
+)
+
+# Mapping from each sequence feature to the sequences of its leading axes.
+SequenceAxes: TypeAlias = Mapping[str, Sequence[str]]
+
+
+def listed_by_sequence(
+    sequences: Sequences, names: Collection[str]
+) -> dict[str, list[str]]:
+    """Returns the features that are listed for each of several sequences.
+
+    Example:
+      >>> listed_by_sequence({"x": [], "y": ["weights"]}, ["x", "y"])
+      {'x': ['x'], 'y': ['weights']}
+
+    Args:
+      sequences: a mapping from each sequence to the features that share its length; by
+        default, and for an empty list, itself.
+      names: the names of the sequences.
+
+    Raises:
+      ValueError: if the sequences are not those of `names`, or a list is not one or
+        repeats a feature.
+    """
+    if sequences is None:
+        sequences = {name: [name] for name in names}
+    if not isinstance(sequences, Mapping) or set(sequences) != set(names):
+        raise ValueError(
+            f"`sequences={sequences}` must be a mapping with the features of each of "
+            f"{sorted(names)}."
+        )
+    for name, features in sequences.items():
+        if not isinstance(features, Sequence):
+            raise ValueError(
+                f"`sequences[{name!r}]={features!r}` must be a list with the "
+                "features that are as long as this sequence, or an empty one."
+            )
+    return {name: listed_names(x) or [name] for name, x in sequences.items()}
+
+
+def features_by_sequence(
+    sequences: Sequences, names: Collection[str], known: Collection[str]
+) -> dict[str, dict[str, int]]:
+    """Returns the features of each of several sequences, with the axis of its length.
+
+    A feature that several sequences list has an axis for each, in the order of the
+    mapping. A sequence with the name of a feature includes this feature.
+
+    Example:
+      >>> sequences = {"height": ["image"], "width": ["image", "columns"]}
+      >>> features_by_sequence(sequences, ["height", "width"], ["image", "columns"])
+      {'height': {'image': 0}, 'width': {'image': 1, 'columns': 0}}
+      >>> features_by_sequence({"x": [], "y": ["weights"]}, ["x", "y"], ["x", "y"])
+      {'x': {'x': 0}, 'y': {'y': 0, 'weights': 0}}
+
+    Args:
+      sequences: a mapping from each sequence to the features that share its length; by
+        default, and for an empty list, itself.
+      names: the names of the sequences.
+      known: the names of the features of an example.
+
+    Raises:
+      ValueError: as `listed_by_sequence`.
+    """
+    num_axes: dict[str, int] = {}
+    groups: dict[str, dict[str, int]] = {}
+    for name, listed in listed_by_sequence(sequences, names).items():
+        others = [feature for feature in listed if feature != name]
+        own = [name] if name in listed or name in known else []
+        groups[name] = {x: num_axes.get(x, 0) for x in (*own, *others)}
+        num_axes |= {x: axis + 1 for x, axis in groups[name].items()}
+    return groups
+
+
+def axis_labels(sequences: Sequences) -> Any:
+    """Returns what identifies the axes of features, as plain Python for JSON.
+
+    Example:
+      >>> axis_labels({"height": ["image"], "width": ["image"]})
+      {'height': ['height', 'image'], 'width': ['width', ['image', 1]]}
+
+    Args:
+      sequences: names of the features of one sequence; a mapping from each of several
+        sequences to its features; or None.
+
+    Returns:
+      None, a list of names, or a mapping with an entry `[name, axis]` for each axis but
+      the first. JSON does not keep the order of a mapping, which determines the axes.
+
+    Raises:
+      ValueError: as `listed_by_sequence`.
+    """
+    if sequences is None:
+        return None
+    if not isinstance(sequences, Mapping):
+        return listed_names(sequences)
+    # A name that is not a feature does not affect the axes of others.
+    groups = features_by_sequence(sequences, sequences, sequences)
+    return {
+        name: [[x, axis] if axis else x for x, axis in features.items()]
+        for name, features in groups.items()
+    }
+
+
+def sequence_axes(
+    arrays: Mapping[str, np.ndarray],
+    sequences: Sequences,
+    names: Collection[str] | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """Returns the sequences of the leading axes of each feature that has some.
+
+    Example:
+      >>> arrays = {"image": np.zeros((4, 5, 3)), "boxes": np.zeros((2, 4))}
+      >>> sequences = {"height": ["image"], "width": ["image"], "boxes": []}
+      >>> sequence_axes(arrays, sequences, list(sequences))
+      {'image': ('height', 'width'), 'boxes': ('boxes',)}
+
+    Args:
+      arrays: the features of an example, or of a batch of examples.
+      sequences: names of the sequence features, or for several sequences a mapping from
+        each to its features. By default all features with a leading axis; for several
+        sequences, each by itself.
+      names: the names of several sequences; None or empty for a single sequence.
+
+    Raises:
+      ValueError: if a listed feature is missing or lacks an axis, or if the sequences
+        are not those of `names`.
+    """
+    if not names:
+        features = sequence_names(arrays, cast(Sequence[str] | None, sequences))
+        return dict.fromkeys(features, (features[0],))
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, features in features_by_sequence(sequences, names, arrays).items():
+        _check_axes(arrays, name, features)
+        axes |= {feature: (*axes.get(feature, ()), name) for feature in features}
+    return axes
+
+
+def _check_axes(
+    arrays: Mapping[str, np.ndarray], sequence: str, features: Mapping[str, int]
+) -> None:
+    """Raises a ValueError if a feature has no axis of a sequence."""
+    missing = [x for x in features if x not in arrays or not arrays[x].ndim]
+    if missing:
+        raise ValueError(
+            f"`sequences[{sequence!r}]={list(features)}`: {missing} are not arrays "
+            f"with a leading axis. The example has features {sorted(arrays)}. List "
+            "those that are as long as this sequence; a feature with the name of the "
+            "sequence must be one of them."
+        )
+    for feature, axis in features.items():
+        if arrays[feature].ndim <= axis:
+            raise ValueError(
+                f"`sequences` lists {feature!r} for {axis + 1} sequences, but its "
+                f"shape is {list(arrays[feature].shape)}, without an axis for "
+                f"{sequence!r}. List it once for each of its axes."
+            )
+
+
+def sequence_lengths(
+    arrays: Mapping[str, np.ndarray], axes: SequenceAxes, row: int | None = None
+) -> dict[str, int]:
+    """Returns the length of each sequence.
+
+    Args:
+      arrays: the features of an example.
+      axes: mapping from each sequence feature to the sequences of its leading axes.
+      row: index of the example in its batch or file, for messages.
+
+    Raises:
+      ValueError: if the features of a sequence differ in length, or one has length 0.
+    """
+    lengths: dict[str, int] = {}
+    for feature, names in axes.items():
+        for axis, name in enumerate(names):
+            size = arrays[feature].shape[axis]
+            if not size or lengths.setdefault(name, size) != size:
+                # This raises an error with the lengths of all features.
+                common_size(_sizes(arrays, axes, name), row)
+    return lengths
+
+
+def _sizes(
+    arrays: Mapping[str, np.ndarray], axes: SequenceAxes, sequence: str
+) -> dict[str, int]:
+    """Returns the length of each feature of a sequence."""
+    return {
+        feature: arrays[feature].shape[list(names).index(sequence)]
+        for feature, names in axes.items()
+        if sequence in names
+    }
+
+
+def example_lengths(
+    example: Example, sequences: Sequences, names: Collection[str] | None
+) -> dict[str, int]:
+    """Returns the length of each sequence.
+
+    Args:
+      example: a dict of arrays.
+      sequences: mapping from each sequence to its features, which share its length.
+      names: the names of several sequences; None or empty for a single sequence.
+
+    Raises:
+      ValueError: if there are no sequences, if the features of one differ in length, or
+        if the example is not a dict.
+    """
+    arrays = as_arrays(example)
+    return sequence_lengths(arrays, sequence_axes(arrays, sequences, names))
+
+
+def length_functions(
+    sequences: Mapping[str, Sequence[str]],
+) -> dict[str, Callable[[Example], int]]:
+    """Returns functions from an example to the length of each sequence.
+
+    Each reads the features of its sequence only, and can be pickled.
+
+    Raises:
+      ValueError: as `listed_by_sequence`.
+    """
+    listed = listed_by_sequence(sequences, sequences)
+    groups = features_by_sequence(sequences, sequences, sequences)
+    return {
+        name: functools.partial(
+            _sequence_length,
+            sequence=name,
+            features=features,
+            # An example may have no feature with the name of the sequence.
+            optional=None if name in listed[name] else name,
+        )
+        for name, features in groups.items()
+    }
+
+
+def _sequence_length(
+    example: Example, sequence: str, features: Mapping[str, int], optional: str | None
+) -> int:
+    arrays = as_arrays(example)
+    if optional not in arrays:
+        features = {x: axis for x, axis in features.items() if x != optional}
+    _check_axes(arrays, sequence, features)
+    return common_size({x: arrays[x].shape[axis] for x, axis in features.items()})
