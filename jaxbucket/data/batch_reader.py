@@ -14,6 +14,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import split_line
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.collate import collate_rows
+from jaxbucket.data.derived_source import DerivedSource
 from jaxbucket.data.example import (
     Example,
     Sequences,
@@ -22,7 +23,6 @@ from jaxbucket.data.example import (
     example_lengths,
     features_by_sequence,
 )
-from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.source import (
     PackedSource,
     RowSource,
@@ -49,7 +49,7 @@ def padded_features(
     if (
         sequences is None
         and not schedule.plan.sequences
-        and isinstance(source, RowSource | PartSource)
+        and isinstance(source, RowSource | DerivedSource)
     ):
         # These also apply if its examples are read one at a time.
         return source.sequences
