@@ -6,8 +6,9 @@
 For each order and number of examples, a separate process measures the time to plan, to
 create the schedule and to get its first step, the time of random steps in a million
 epochs, and the peak memory of the process, including lengths. A pacing curriculum
-computes an epoch when it is first needed. Its steps are therefore drawn from a single
-epoch, and its first step includes the time to compute the epoch.
+computes an epoch when it is first needed, and so does a noisy order. Their steps are
+therefore drawn from a single epoch, and the first step includes the time to compute the
+epoch.
 
 Planning and creating a shuffled schedule are compared with a stable `np.argsort` of the
 same lengths. They run in turn.
@@ -32,7 +33,7 @@ from jaxbucket.schedule.base import Schedule
 
 ORDERS = (
     *("shuffled", "source", "ascending", "descending"),
-    *("replacement", "pacing", "mixture"),
+    *("grouped", "noisy", "replacement", "pacing", "mixture"),
 )
 EPOCHS = 1_000_000
 _CHUNK = 1 << 20
@@ -87,7 +88,7 @@ def measure(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
     even = same_batch_size(plan, args.batch_size)
     schedule = timed(seconds, "schedule_s", lambda: make(order, even, lengths))
     timed(seconds, "first_step_s", lambda: schedule[0])
-    epochs = 1 if order == "pacing" else EPOCHS
+    epochs = 1 if order in ("noisy", "pacing") else EPOCHS
     lookups = lookup_times(schedule, epochs * len(schedule), args.steps)
     return {
         "order": order,
@@ -111,7 +112,11 @@ def make(order: str, plan: jb.BucketPlan, lengths: np.ndarray) -> Schedule:
     if order in ("pacing", "replacement"):
         curriculum = jb.Curriculum(lengths, replacement=order == "replacement")
         return jb.BatchSchedule(plan, lengths, order=curriculum)
-    return jb.BatchSchedule(plan, lengths, order=order)  # pyright: ignore
+    named = {
+        "grouped": jb.schedule.GroupedByLength(),
+        "noisy": jb.schedule.NoisySorted(),
+    }
+    return jb.BatchSchedule(plan, lengths, order=named.get(order, order))  # pyright: ignore
 
 
 def timed(seconds: dict[str, float], name: str, task: Callable[[], Any]) -> Any:

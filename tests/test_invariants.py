@@ -20,7 +20,12 @@ from jaxbucket import (
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.data import RowShard, load_in_workers, write_token_file
-from jaxbucket.schedule import CyclicPacing, LinearPacing
+from jaxbucket.schedule import (
+    CyclicPacing,
+    GroupedByLength,
+    LinearPacing,
+    NoisySorted,
+)
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.testing import check_batches
 
@@ -38,6 +43,19 @@ MARKED_CASES = [
         itertools.product(*map(range, map(len, (ORDERS, REMAINDERS, GROUPS)))),
         CASES,
         strict=True,
+    )
+]
+MARKED_CASES += [
+    case if place < 2 else pytest.param(case, marks=pytest.mark.exhaustive)
+    for place, case in enumerate(
+        [
+            (NoisySorted(0.3), "drop", (2, "same")),
+            (GroupedByLength(2), "cheapest", (3, "mixed")),
+            (NoisySorted(0.3), "cheapest", (3, "mixed")),
+            (NoisySorted(0.3), "promote", (1, "same")),
+            (GroupedByLength(2), "drop", (1, "same")),
+            (GroupedByLength(2), "pad", (2, "same")),
+        ]
     )
 ]
 HOSTS = (1, 2, 3, 8)

@@ -11,6 +11,7 @@ from etils import epy as _epy
 with _epy.lazy_api_imports(globals()):
     from jaxbucket.base.batch import Batch, RowShard
     from jaxbucket.base.position import DataPosition
+    from jaxbucket.data.block_source import BlockSource, join_examples
     from jaxbucket.data.chunk_source import split_source
     from jaxbucket.data.collate import collate_rows
     from jaxbucket.data.concat_source import ConcatSource, concat_then_split

@@ -14,13 +14,13 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import split_line
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.collate import collate_rows
+from jaxbucket.data.derived_source import DerivedSource
 from jaxbucket.data.example import (
     Example,
     Sequences,
     as_arrays,
     copy_features,
 )
-from jaxbucket.data.part_source import PartSource
 from jaxbucket.data.sequence_axes import example_lengths
 from jaxbucket.data.source import (
     RowSource,
@@ -48,7 +48,7 @@ def padded_features(
     if (
         sequences is None
         and not schedule.plan.sequences
-        and isinstance(source, RowSource | PartSource)
+        and isinstance(source, RowSource | DerivedSource)
     ):
         # These also apply if its examples are read one at a time.
         return source.sequences

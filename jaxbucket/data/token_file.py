@@ -108,6 +108,19 @@ class TokenFile:
         lengths.setflags(write=False)
         return lengths
 
+    def _with_joined_examples(self, splits: np.ndarray) -> TokenFile:
+        """Returns the same tokens as longer examples, because they are adjacent.
+
+        The file must have no features with one value per example.
+
+        Args:
+          splits: `[M + 1]` integers; `splits[m]` is the first of the examples that
+            example m joins.
+        """
+        joined = _reopen(self.path, self.fingerprint)
+        joined._offsets = joined._offsets[splits]
+        return joined
+
     def collate(
         self,
         rows: np.ndarray,

@@ -62,6 +62,9 @@ class BatchSchedule(Schedule):
       order, and a batch comes as soon as it is full.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples
       by length, and batches are sorted by the length of their longest example.
+    * `NoisySorted()`: every epoch draws new batches, by length with random noise.
+    * `GroupedByLength()`: every epoch draws new batches, whose examples have similar
+      lengths. The buckets are spread as in "spread".
     * a `Curriculum`: every epoch draws new batches, and every step draws from the
       examples that are easy enough.
     * any other subclass of `Order`, such as your own.

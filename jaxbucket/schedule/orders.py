@@ -132,7 +132,7 @@ class Spread(Order):
         return "spread"
 
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        return _SpreadEpochs(rows, seed, opening)
+        return SpreadEpochs(rows, seed, opening)
 
 
 class Fixed(Order):
@@ -196,12 +196,16 @@ class _ShuffledEpochs:
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         (number,) = self._numbers(epoch, np.array([position]))
         bucket, row = self._rows.batch_rows(int(number))
-        slots = shuffled_slots(self._seed, epoch)
-        return bucket, self._rows.examples(bucket, row, slots)
+        return bucket, self._examples(epoch, bucket, row)
 
     def buckets(self, epoch: int) -> np.ndarray:
         positions = np.arange(self._rows.num_batches)
         return self._rows.bucket_of(self._numbers(epoch, positions))
+
+    def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
+        """Returns the examples in the `[n]` rows of a bucket."""
+        slots = shuffled_slots(self._seed, epoch)
+        return self._rows.examples(bucket, row, slots)
 
     def _numbers(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers of the batches at `[n]` positions of an epoch."""
@@ -224,7 +228,7 @@ class _ShuffledEpochs:
         return permute(positions, int(counts.sum()), key)
 
 
-class _SpreadEpochs(_ShuffledEpochs):
+class SpreadEpochs(_ShuffledEpochs):
     """Spreads the batches of each bucket evenly. Epochs differ in their examples."""
 
     def _permute(

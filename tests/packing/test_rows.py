@@ -268,6 +268,12 @@ def epoch_rows(schedule, epoch):
     return [x for step in steps for x in schedule.micro_batches(step)]
 
 
+PACKED_ORDERS = (
+    *("shuffled", "source", "descending"),
+    *(jb.schedule.NoisySorted(), jb.schedule.GroupedByLength(2)),
+)
+
+
 @pytest.mark.parametrize("seed", seeds(24, 100))
 def test_each_example_is_in_one_packed_row_per_epoch(seed):
     lengths, seq_lens, cap = packing_problem(seed)
@@ -276,7 +282,7 @@ def test_each_example_is_in_one_packed_row_per_epoch(seed):
         seq_lens,
         cap=cap,
         seed=seed,
-        order=["shuffled", "shuffled", "source", "descending"][seed % 4],
+        order=PACKED_ORDERS[seed % len(PACKED_ORDERS)],
         accumulate=[1, 1, 2][seed % 3],
         group=["same", "mixed"][seed % 2],
     )

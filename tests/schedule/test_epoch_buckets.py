@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 from jaxbucket import BatchSchedule, Curriculum, Mixture, plan_buckets
-from jaxbucket.schedule import LinearPacing
+from jaxbucket.schedule import GroupedByLength, LinearPacing, NoisySorted
 from jaxbucket.schedule.epoch_buckets import epoch_buckets
 
 LENGTHS = np.random.default_rng(0).integers(1, 17, 150)
 PLAN = plan_buckets(LENGTHS, max_tokens=64, num_buckets=3)
 EASY_FIRST = Curriculum(LENGTHS, LinearPacing(start=0.1, epochs=2))
 REPEATING = Curriculum(LENGTHS, LinearPacing(start=0.1, epochs=2), replacement=True)
+OTHERS = [EASY_FIRST, NoisySorted(0.5), GroupedByLength(2)]
 
 
 def check(schedule):
@@ -27,7 +28,7 @@ def check(schedule):
     [{}, {"accumulate": 3}, {"accumulate": 4, "group": "mixed"}],
     ids=str,
 )
-@pytest.mark.parametrize("order", ["spread", "shuffled", "ascending", EASY_FIRST])
+@pytest.mark.parametrize("order", ["spread", "shuffled", "ascending", *OTHERS])
 def test_the_buckets_are_those_of_the_steps(order, options):
     check(BatchSchedule(PLAN, LENGTHS, order=order, **options))
 

@@ -16,7 +16,7 @@ from jaxbucket import (
 from jaxbucket.base.batch import RowShard
 from jaxbucket.data import DataPosition
 from jaxbucket.packing import pack
-from jaxbucket.schedule import BatchIndices
+from jaxbucket.schedule import BatchIndices, GroupedByLength, NoisySorted
 from jaxbucket.schedule.orders import Fixed, Order
 
 EPOCHS = (0, 1, 10**6)
@@ -32,6 +32,14 @@ def real_rows(batch: BatchIndices) -> np.ndarray:
 
 
 ORDERS = ["shuffled", "spread", "source", "ascending", "descending"]
+# `test_orders_by_length.py` has the other tests of these two.
+MARKED_ORDERS = [
+    *ORDERS,
+    *(
+        pytest.param(order, marks=pytest.mark.exhaustive)
+        for order in (NoisySorted(0.3), GroupedByLength(3))
+    ),
+]
 
 
 def kept_examples(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
@@ -71,7 +79,7 @@ def test_each_example_is_in_one_row_per_epoch(problem, order, remainder):
         check_epoch(*problem, epoch(schedule, number))
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", MARKED_ORDERS, ids=str)
 def test_dropped_remainders_leave_full_batches_only(problem, order):
     plan, lengths = problem
     try:

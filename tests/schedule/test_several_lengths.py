@@ -9,7 +9,10 @@ import jaxbucket as jb
 from jaxbucket.plan.flow.dominance import fits
 
 NAMES = ("frames", "source", "target")
-ORDERS = ("spread", "shuffled", "source", "ascending", "descending", "curriculum")
+ORDERS = (
+    *("spread", "shuffled", "source", "ascending", "descending", "curriculum"),
+    *(jb.schedule.NoisySorted(), jb.schedule.GroupedByLength()),
+)
 REMAINDERS = ("cheapest", "promote", "pad", "drop")
 
 
