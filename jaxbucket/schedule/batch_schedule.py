@@ -169,6 +169,7 @@ class BatchSchedule(Schedule):
             remainder=remainder,
             within=self._order.within,
             group=batches_together,
+            batches_per_step=self._batches_per_step,
         )
         self._opening = (
             OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
@@ -191,7 +192,7 @@ class BatchSchedule(Schedule):
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._rows.num_batches // self._batches_per_step)
+        return self._rows.steps_per_epoch
 
     def __repr__(self) -> str:
         micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""

@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
 from jaxbucket.schedule.orders import EpochOrder, Order
-from jaxbucket.schedule.paced_order import EasyDraws, Pace, PacedOrder
+from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.paced_order import EasyDraws, PacedOrder
 from jaxbucket.schedule.pacing import (
     LinearPacing,
     Pacing,
@@ -51,7 +52,10 @@ class Curriculum(Order):
         array is not copied, so do not modify it afterwards.
       pacing: a function from the number of completed epochs to the share of examples
         that is open, from 0 to 1; by default `LinearPacing()`. The share may fall, for
-        example in cycles. A schedule created by `continue_with` counts its own epochs.
+        example in cycles. A function with an attribute `unit`, "steps" or "tokens",
+        gets the number of completed steps, or of real tokens if every step had the
+        mean of an epoch. A schedule created by `continue_with` counts its own epochs,
+        steps and tokens.
       replacement: whether every step draws from all open examples, as described above.
 
     Raises:
@@ -98,7 +102,7 @@ class Curriculum(Order):
 
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         kept = self.sorted_difficulty(rows.is_kept())
-        pace = Pace(self.pacing, kept, rows.num_batches)
+        pace = Pace(self.pacing, kept, rows)
         if not self.replacement:
             return PacedOrder(self.difficulty, pace, rows, seed, opening)
         if opening is not None:

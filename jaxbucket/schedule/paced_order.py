@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,40 +13,11 @@ from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.opening import OpeningSteps
 from jaxbucket.schedule.orders import LOCK
-from jaxbucket.schedule.pacing import Pacing, open_share
+from jaxbucket.schedule.pace import Pace
 
-# Shares are rounded to multiples of 1 / _SHARE_UNITS, because powers differ between
-# machines in the last bit.
-_SHARE_UNITS = 10**9
 _NUM_CACHED_EPOCHS = 2
 # The unit in which numbers of batches become integer weights of buckets.
 _WEIGHT_UNIT = 2**32
-
-
-class Pace:
-    """The greatest difficulty that is open at each batch.
-
-    Args:
-      pacing: a function from completed epochs to the share that is open.
-      difficulty: `[N]` sorted difficulties of the examples that the plan keeps.
-      num_batches: the number of batches in an epoch.
-    """
-
-    def __init__(self, pacing: Pacing, difficulty: np.ndarray, num_batches: int):
-        self._pacing = pacing
-        self._sorted = difficulty
-        self._num_batches = num_batches
-
-    def at(self, epoch: int, position: int) -> Any:
-        """Returns the greatest open difficulty at one batch, in the array's dtype."""
-        share = open_share(self._pacing, epoch + position / self._num_batches)
-        units = round(share * _SHARE_UNITS)
-        count = -(-units * len(self._sorted) // _SHARE_UNITS)
-        return self._sorted[max(count, 1) - 1]
-
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """Returns the greatest open difficulty at each batch, `[num_batches]`."""
-        return np.array([self.at(epoch, p) for p in range(self._num_batches)])
 
 
 class PacedOrder:
