@@ -16,6 +16,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.schedule.difficulty_index import DifficultyIndex
     from jaxbucket.schedule.mixture import Mixture
     from jaxbucket.schedule.pacing import (
+        ByValue,
         CyclicPacing,
         LinearPacing,
         RootPacing,

@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeAlias, get_args
 Pacing: TypeAlias = Callable[[float], float]
 Unit: TypeAlias = Literal["epochs", "steps", "tokens"]
 UNITS: tuple[Unit, ...] = get_args(Unit)
+# Shares are floats. By this much, they may differ from the fractions that are meant.
+SHARE_TOLERANCE = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -210,7 +212,7 @@ class CyclicPacing:
     every: float | None = None
 
     def __post_init__(self):
-        check_pacing(self.pacing)
+        check_share_pacing(self.pacing)
         if self.every is None and self.unit == "epochs":
             object.__setattr__(self, "every", 1.0)
         if self.every is None:
@@ -230,6 +232,62 @@ class CyclicPacing:
         return self.pacing(progress % self.every)  # pyright: ignore
 
 
+@dataclasses.dataclass(frozen=True)
+class ByValue:
+    """Opens the examples whose difficulty is at most a value, in place of a share.
+
+    The value runs from `low` to `high` as the share of `pacing` runs from 0 to 1, and
+    is rounded down to a multiple of `multiple`. Examples beyond it are not open, even
+    at the end: without replacement they come last in every epoch, and with replacement
+    never.
+
+    Example:
+      >>> value = ByValue(LinearPacing(start=0, steps=100), 8, 128, multiple=8)
+      >>> [int(value(step)) for step in (0, 50, 99, 100)]
+      [8, 64, 120, 128]
+
+    Attributes:
+      pacing: the pacing function of the share.
+      low: the value at a share of 0.
+      high: the value at a share of 1.
+      multiple: the value is a multiple of this number; None to leave it as it is.
+
+    Raises:
+      ValueError: if `pacing` is not a function to a share, `low` and `high` are not
+        finite and ascending, or `multiple` is not positive.
+    """
+
+    pacing: Pacing
+    low: float
+    high: float
+    multiple: float | None = None
+
+    def __post_init__(self):
+        check_share_pacing(self.pacing)
+        if not -math.inf < self.low <= self.high < math.inf:
+            raise ValueError(
+                f"`low={self.low!r}` and `high={self.high!r}` must be finite, and "
+                "`low` must not exceed `high`."
+            )
+        if self.multiple is not None:
+            _check_positive("multiple", self.multiple)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of progress, which is that of `pacing`."""
+        return pacing_unit(self.pacing)
+
+    def __call__(self, progress: float) -> float:
+        # Raised slightly, because a float may miss the share that reaches a value.
+        share = open_share(self.pacing, progress) + SHARE_TOLERANCE
+        value = self.high
+        if share < 1:
+            value = self.low + (self.high - self.low) * share
+        if self.multiple is None:
+            return value
+        return value // self.multiple * self.multiple
+
+
 def check_pacing(pacing: Pacing) -> None:
     """Raises a ValueError if `pacing` is not callable or has an unknown unit."""
     if not callable(pacing):
@@ -241,6 +299,16 @@ def check_pacing(pacing: Pacing) -> None:
         raise ValueError(
             f"`pacing.unit={pacing_unit(pacing)!r}` is unknown. Set it to 'epochs', "
             "'steps' or 'tokens'."
+        )
+
+
+def check_share_pacing(pacing: Pacing) -> None:
+    """Raises a ValueError if `pacing` is not a function to a share."""
+    check_pacing(pacing)
+    if isinstance(pacing, ByValue):
+        raise ValueError(
+            "`pacing` is a `ByValue`, whose results are no shares. Put `ByValue` "
+            "around the other pacing function."
         )
 
 
@@ -263,49 +331,6 @@ def open_share(pacing: Pacing, progress: float) -> float:
             "a number from 0 to 1."
         )
     return float(share)
-
-
-def pacing_name(pacing: Pacing) -> list[str]:
-    """Returns strings that identify a pacing function, the same in every process.
-
-    The functions of this module are identified by their parameters. Other functions are
-    sampled: every 1/256 of an epoch up to epoch 16, and every 1/16 up to epoch 256; or
-    at all steps up to 256, and at 128 steps between each larger power of two and the
-    next; or at as many numbers of tokens.
-    """
-    # `type(...) is` excludes subclasses, which may return different shares.
-    if isinstance(pacing, CyclicPacing) and type(pacing) is CyclicPacing:
-        every = float(pacing.every)  # pyright: ignore
-        return ["CyclicPacing", repr(every), *pacing_name(pacing.pacing)]
-    unit = pacing_unit(pacing)
-    # Epochs are left out, so that fingerprints from before other units stay valid.
-    units = [] if unit == "epochs" else [unit]
-    if type(pacing) in (LinearPacing, RootPacing, StepPacing):
-        parts = [part for _, part in pacing.given()]  # pyright: ignore
-        values = [
-            x for part in parts for x in (part if type(part) is tuple else [part])
-        ]
-        return [type(pacing).__name__, str([float(value) for value in values]), *units]
-    # Rounded, because powers differ between machines in the last bit.
-    shares = [f"{open_share(pacing, x):.9g}" for x in _SAMPLES[unit]]
-    return [*units, *shares]
-
-
-# Powers of two that exceed the steps and the tokens of any run.
-_STEP_BITS, _TOKEN_BITS = 40, 60
-
-
-def _floats(bits: int) -> list[int]:
-    """Returns all integers below `2**bits` with at most 8 significant bits."""
-    scaled = [i << bit for bit in range(bits - 8) for i in range(128, 256)]
-    return [*range(128), *scaled]
-
-
-_SAMPLES: dict[Unit, list[Any]] = {
-    "epochs": [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)],
-    "steps": _floats(_STEP_BITS),
-    "tokens": _floats(_TOKEN_BITS),
-}
 
 
 def _check_duration(pacing: Any) -> None:

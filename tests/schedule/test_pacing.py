@@ -57,7 +57,7 @@ def test_a_share_by_steps_opens_exactly_as_many_examples(size):
         first = rows.num_batches
         for step in range(first, first + size + 2):
             done = step + 1 if isinstance(pacing, Counted) else step
-            assert pace.at(*divmod(step, first)) == min(done, size)
+            assert pace.count(*divmod(step, first)) == min(done, size)
 
 
 @pytest.mark.parametrize("step", [10**7 - 1, 10**7, 10**7 + 1])
