@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
@@ -59,6 +60,9 @@ class Curriculum(Order):
 
     With several metrics, an example is open when all of them open it. Batches are
     completed with the examples that will open next.
+
+    With packed rows, examples that are about as difficult share rows. A row is open
+    when all of its examples are, and as difficult as its hardest one.
 
     Args:
       difficulty: `[N]` finite numbers, one per example, or a `DifficultyIndex`. For
@@ -123,11 +127,17 @@ class Curriculum(Order):
                     f"`{metric.name}` has {len(metric.values)} entries for "
                     f"{num_examples} lengths. Pass one difficulty for each example."
                 )
-        if is_packed:
+        if is_packed and self.replacement:
             raise ValueError(
-                "`order` is a `Curriculum`, which ranks single examples, but `packing` "
-                "puts several examples into a row. Remove one of the two."
+                "`order` is a `Curriculum` with `replacement=True`, which draws single "
+                "examples, but `packing` puts several examples into a row. Set "
+                "`replacement=False`, or remove one of the two."
             )
+
+    def slot_difficulty(self) -> np.ndarray:
+        if len(self._metrics) == 1:
+            return self._metrics[0].values
+        return np.maximum.reduce([metric.ranks(None)[0] for metric in self._metrics])
 
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         if self.replacement and opening is not None:

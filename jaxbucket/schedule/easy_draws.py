@@ -137,7 +137,7 @@ class OpenBySeveral:
         return list(chains(levels)), levels
 
     def _sort(self, chain: np.ndarray) -> _SortedRun:
-        run = self._metrics.run(chain, chain[:0])
+        run = self._metrics.run(chain, chain[:0], self._metrics.ranks)
         examples, keys, counts = [], [], []
         for bucket in range(len(self._rows.plan)):
             own = self._rows.bucket_examples(bucket)

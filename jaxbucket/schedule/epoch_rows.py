@@ -21,6 +21,7 @@ from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 from jaxbucket.schedule.pacing import Unit
+from jaxbucket.schedule.packed_rows import PackedRows
 
 # (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.
 Slots: TypeAlias = Callable[[int, np.ndarray, int], np.ndarray]
@@ -45,6 +46,7 @@ class EpochRows:
       within: how the examples of a bucket are sorted.
       group: the number of batches of a bucket that are treated as one batch here.
       batches_per_step: the number of batches in a step.
+      packed: the examples of packed rows; None if a row is an example.
 
     Attributes:
       plan: the buckets.
@@ -67,10 +69,11 @@ class EpochRows:
         within: Within | ArrayLike = "source",
         group: int = 1,
         batches_per_step: int = 1,
+        packed: PackedRows | None = None,
     ):
         self.plan = plan
         self.sizes = plan.rows_per_step(group)
-        self._lengths, self._group = lengths, group
+        self._lengths, self._group, self._packed = lengths, group, packed
         self._remainder: Remainder = remainder
         self._num_examples = len(lengths)
         self._examples, counts = examples_by_bucket(plan, lengths, within)
@@ -122,6 +125,18 @@ class EpochRows:
         if unit == "steps":
             return step
         return step * self.tokens_per_epoch / self.steps_per_epoch
+
+    def largest(self, values: np.ndarray, epoch: int) -> np.ndarray:
+        """Returns the largest value of the examples of each row in an epoch.
+
+        Args:
+          values: numbers, one per example.
+          epoch: the epoch, counted from 0.
+
+        Returns:
+          `[N]` numbers, which are `values` unless rows are packed.
+        """
+        return values if self._packed is None else self._packed.largest(values, epoch)
 
     def bucket_of(self, batch: int | np.ndarray) -> np.ndarray:
         """Returns the index of the bucket of each batch."""

@@ -71,6 +71,14 @@ class Metric:
         The rank of an example is the number of kept examples that are at most as
         difficult, `[N]` unsigned integers. It is 0 if the example is not kept.
         """
+        return self._all_ranks if is_kept is None else self._ranks(is_kept)
+
+    @functools.cached_property
+    def _all_ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        # Packed rows and the pace both need them.
+        return self._ranks(None)
+
+    def _ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         order = self._known_order(is_kept)
         if order is None:
             order = np.argsort(self.values)

@@ -97,6 +97,13 @@ class Order(abc.ABC):
           is_packed: whether rows hold several examples.
         """
 
+    def slot_difficulty(self) -> np.ndarray | None:
+        """Returns `[N]` difficulties if easy examples share packed rows, else None.
+
+        This requires `is_redrawn`.
+        """
+        return None
+
 
 class Shuffled(Order):
     """Draws new batches in a new order in every epoch, by integer permutations.

@@ -67,12 +67,13 @@ class OneMetric:
 
     def __init__(self, metric: Metric, rows: EpochRows):
         self.values = metric.values
+        self._rows = rows
         self.pace = Pace(metric.pacing, metric.sorted(rows.is_kept()), rows)
 
     def of_epoch(self, epoch: int) -> Iterator[Run]:
         counts = self.pace.counts(epoch)
         limits = self.pace.values[np.maximum(counts, 1) - 1]
-        yield Run(self.values, limits, counts)
+        yield Run(self._rows.largest(self.values, epoch), limits, counts)
 
 
 class SeveralMetrics:
@@ -86,56 +87,52 @@ class SeveralMetrics:
     Args:
       metrics: the metrics.
       rows: the rows of an epoch.
+
+    Attributes:
+      ranks: M arrays `[N]` of unsigned integers, the ranks of each example.
     """
 
     def __init__(self, metrics: Sequence[Metric], rows: EpochRows):
         is_kept = rows.is_kept()
         self._rows = rows
-        self._ranks, self._paces = [], []
+        self.ranks, self._paces = [], []
         for metric in metrics:
             ranks, values = metric.ranks(is_kept)
-            self._ranks.append(ranks)
+            self.ranks.append(ranks)
             self._paces.append(Pace(metric.pacing, values, rows))
 
     def of_epoch(self, epoch: int) -> Iterator[Run]:
         levels = self.levels(epoch)
         later = np.concatenate([levels, self._levels_ahead(epoch)])
+        ranks = [self._rows.largest(x, epoch) for x in self.ranks]
         for first, last in chains(levels):
-            yield self.run(levels[first:last], later[last:])
+            yield self.run(levels[first:last], later[last:], ranks)
 
     def levels(self, epoch: int) -> np.ndarray:
         """Returns the level of each batch, `[num_batches, M]` int64."""
         return np.stack([pace.counts(epoch) for pace in self._paces], axis=1)
 
-    def run(self, levels: np.ndarray, later: np.ndarray) -> Run:
+    def run(
+        self, levels: np.ndarray, later: np.ndarray, ranks: Sequence[np.ndarray]
+    ) -> Run:
         """Returns the run of some batches.
 
         Args:
           levels: `[n, M]` integers, the levels of the batches, which form a chain.
           later: `[m, M]` integers, the levels of later batches.
+          ranks: M arrays `[N]`, the ranks of each example or packed row.
         """
         chain, index = np.unique(levels, axis=0, return_inverse=True)
         rising = np.maximum.accumulate(np.concatenate([chain[-1:], later]))
         is_new = np.any(rising[1:] != rising[:-1], axis=1)
         chain = np.concatenate([chain, rising[1:][is_new]])
         heights = index.reshape(-1) + 1
-        unit = len(self._ranks[0]) + 1
-        return Run(self._difficulty(chain, unit), heights * unit - 1, heights)
-
-    def _difficulty(self, chain: np.ndarray, unit: int) -> np.ndarray:
-        """Returns the index of the first level that opens each example, `[N]` int64.
-
-        It is multiplied by `unit`, and the greatest rank of the example is added.
-        """
-        first = np.zeros(len(self._ranks[0]), np.int64)
-        hardest = np.zeros_like(self._ranks[0])
-        for ranks, thresholds in zip(self._ranks, chain.T, strict=True):
-            opens = np.searchsorted(thresholds, np.arange(unit))
-            np.maximum(first, opens.astype(np.uint32)[ranks], out=first)
-            np.maximum(hardest, ranks, out=hardest)
-        first *= unit
-        first += hardest
-        return first
+        # The index of a level and a rank become one integer.
+        unit = len(self.ranks[0]) + 1
+        difficulty = _first_level(chain, ranks, unit)
+        difficulty *= unit
+        difficulty += np.maximum.reduce(ranks)
+        return Run(difficulty, heights * unit - 1, heights)
 
     def _levels_ahead(self, epoch: int) -> np.ndarray:
         """Returns the levels of some batches after an epoch, `[m, M]` int64."""
@@ -146,6 +143,23 @@ class SeveralMetrics:
             later, position = divmod(size + distance, size)
             levels.append([x.count(epoch + later, position) for x in self._paces])
         return np.array(levels)
+
+
+def _first_level(
+    chain: np.ndarray, ranks: Sequence[np.ndarray], num_ranks: int
+) -> np.ndarray:
+    """Returns the index of the first level that opens each example, `[N]` int64.
+
+    Args:
+      chain: `[L, M]` integers, sorted levels.
+      ranks: M arrays `[N]` of integers below `num_ranks`.
+      num_ranks: the number of possible ranks.
+    """
+    first = np.zeros(len(ranks[0]), np.int64)
+    for own, thresholds in zip(ranks, chain.T, strict=True):
+        opens = np.searchsorted(thresholds, np.arange(num_ranks)).astype(np.uint32)
+        np.maximum(first, opens[own], out=first)
+    return first
 
 
 def _distances(bits: int) -> list[int]:

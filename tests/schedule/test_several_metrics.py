@@ -10,6 +10,7 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
+from jaxbucket.base.batch import RowShard
 from jaxbucket.schedule import (
     ByValue,
     CyclicPacing,
@@ -206,6 +207,28 @@ def test_a_new_schedule_returns_the_same_batch_for_any_step(replacement, options
         for one, other in zip(ahead[step], again.micro_batches(step), strict=True):
             assert one.bucket == other.bucket
             np.testing.assert_array_equal(one.rows, other.rows)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
+def test_hosts_read_the_rows_of_the_schedule(num_hosts):
+    lengths = np.random.default_rng(0).integers(1, 9, 200)
+    plan = BucketPlan((Bucket(48, 4), Bucket(24, 8)), max_tokens=192)
+    values = {"length": lengths, "index": np.arange(200)}
+    source = [{"x": np.full(n, i)} for i, n in enumerate(lengths)]
+    pacing = {"length": PACINGS["linear"], "index": CyclicPacing(LinearPacing(), 0.5)}
+    # Each host has its own schedule.
+    schedules = [
+        BatchSchedule(plan, lengths, order=Curriculum(values, pacing))
+        for _ in range(num_hosts)
+    ]
+    hosts = [
+        jb.batch_dataset(source, x, shard=RowShard((host,), num_hosts))
+        for host, x in enumerate(schedules)
+    ]
+    for step in range(2 * len(schedules[0])):
+        parts = [host[step].features["x"][:, 0] for host in hosts]
+        rows = schedules[0][step].rows
+        np.testing.assert_array_equal(np.concatenate(parts), np.maximum(rows, 0))
 
 
 def test_a_schedule_is_sent_to_workers():
