@@ -6,9 +6,9 @@
 For each order and number of examples, a separate process measures the time to plan, to
 create the schedule and to get its first step, the time of random steps in a million
 epochs, and the peak memory of the process, including lengths. A pacing curriculum
-computes an epoch when it is first needed, and so does a noisy order. Their steps are
-therefore drawn from a single epoch, and the first step includes the time to compute the
-epoch.
+computes an epoch when it is first needed, and so does one of several metrics, and a
+noisy order. Their steps are therefore drawn from a single epoch, and their first step
+includes the time to compute the epoch.
 
 Planning and creating a shuffled schedule are compared with a stable `np.argsort` of the
 same lengths. They run in turn.
@@ -34,6 +34,7 @@ from jaxbucket.schedule.base import Schedule
 ORDERS = (
     *("shuffled", "source", "ascending", "descending"),
     *("grouped", "noisy", "replacement", "pacing", "mixture"),
+    *("metrics", "metrics_replacement"),
 )
 EPOCHS = 1_000_000
 _CHUNK = 1 << 20
@@ -88,7 +89,8 @@ def measure(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
     even = same_batch_size(plan, args.batch_size)
     schedule = timed(seconds, "schedule_s", lambda: make(order, even, lengths))
     timed(seconds, "first_step_s", lambda: schedule[0])
-    epochs = 1 if order in ("noisy", "pacing") else EPOCHS
+    by_epoch = ("noisy", "pacing", "metrics", "metrics_replacement")
+    epochs = 1 if order in by_epoch else EPOCHS
     lookups = lookup_times(schedule, epochs * len(schedule), args.steps)
     return {
         "order": order,
@@ -112,11 +114,29 @@ def make(order: str, plan: jb.BucketPlan, lengths: np.ndarray) -> Schedule:
     if order in ("pacing", "replacement"):
         curriculum = jb.Curriculum(lengths, replacement=order == "replacement")
         return jb.BatchSchedule(plan, lengths, order=curriculum)
+    if order in ("metrics", "metrics_replacement"):
+        curriculum = three_metrics(lengths, replacement=order == "metrics_replacement")
+        return jb.BatchSchedule(plan, lengths, order=curriculum)
     named = {
         "grouped": jb.schedule.GroupedByLength(),
         "noisy": jb.schedule.NoisySorted(),
     }
     return jb.BatchSchedule(plan, lengths, order=named.get(order, order))  # pyright: ignore
+
+
+def three_metrics(lengths: np.ndarray, replacement: bool) -> jb.Curriculum:
+    """Returns a curriculum by value, by a share of steps and by a share of epochs."""
+    rng = np.random.default_rng(2)
+    rarity = rng.normal(size=len(lengths))
+    loss = rng.random(len(lengths), np.float32)
+    by_step = jb.schedule.LinearPacing(start=0, steps=30_000)
+    pacing = {
+        "length": jb.schedule.ByValue(by_step, low=8, high=8192, multiple=8),
+        "rarity": jb.schedule.RootPacing(start=0.1, steps=50_000),
+        "loss": jb.schedule.LinearPacing(start=0.1, epochs=2),
+    }
+    metrics = {"length": lengths, "rarity": rarity, "loss": loss}
+    return jb.Curriculum(metrics, pacing, replacement=replacement)
 
 
 def timed(seconds: dict[str, float], name: str, task: Callable[[], Any]) -> Any:

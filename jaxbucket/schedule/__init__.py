@@ -18,6 +18,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.schedule.mixture import Mixture
     from jaxbucket.schedule.noisy_sorted import NoisySorted
     from jaxbucket.schedule.pacing import (
+        ByValue,
         CyclicPacing,
         LinearPacing,
         RootPacing,

@@ -81,7 +81,9 @@ class BatchSchedule(Schedule):
 
     With packed rows, "example" and "length" above mean a row and the sum of its
     lengths. Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`. If the
-    order redraws epochs, examples of the same length also swap rows in every epoch.
+    order redraws epochs, examples of the same length also swap rows in every epoch. A
+    `Curriculum` puts easy examples into the same rows, and a row is open when all of
+    its examples are.
 
     A schedule stores 4 bytes per example. It refers to `lengths` instead of copying the
     array, so do not modify the array afterwards.
@@ -120,8 +122,8 @@ class BatchSchedule(Schedule):
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
         `remainder` or `group` is unknown; if the first epoch does not have the batches
         of `opening`; if `seed` is out of range; if `packing` is for different lengths,
-        does not fit the plan, is combined with a `Curriculum`, or is missing for a plan
-        for packed rows.
+        does not fit the plan, is combined with a `Curriculum` with replacement, or is
+        missing for a plan for packed rows.
     """
 
     def __init__(
@@ -160,7 +162,9 @@ class BatchSchedule(Schedule):
             self._row_lengths = row_lengths(packing, plan)
             self.max_segments = packing.max_segments
             slot_seed = self.seed if self._order.is_redrawn else None
-            self._packed_rows = packed_rows(packing, plan, columns, slot_seed)
+            self._packed_rows = packed_rows(
+                *(packing, plan, columns, slot_seed), self._order.slot_difficulty()
+            )
         self.balance = bool(balance)
         self.remainder: Remainder = remainder
         if opening is not None and not isinstance(opening, str):
@@ -177,6 +181,8 @@ class BatchSchedule(Schedule):
             remainder=remainder,
             within=self._order.within,
             group=batches_together,
+            batches_per_step=self._batches_per_step,
+            packed=self._packed_rows,
         )
         self._opening = (
             OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
@@ -199,7 +205,7 @@ class BatchSchedule(Schedule):
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._rows.num_batches // self._batches_per_step)
+        return self._rows.steps_per_epoch
 
     def __repr__(self) -> str:
         micro = f", {self.accumulate} micro-batches" if self.accumulate > 1 else ""

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
+from jaxbucket.schedule.easy_draws import EasyDraws, OpenByOne, OpenBySeveral
+from jaxbucket.schedule.metric import Metric
 from jaxbucket.schedule.orders import EpochOrder, Order
-from jaxbucket.schedule.paced_order import EasyDraws, Pace, PacedOrder
-from jaxbucket.schedule.pacing import (
-    LinearPacing,
-    Pacing,
-    check_pacing,
-    pacing_name,
-)
+from jaxbucket.schedule.paced_order import PacedOrder
+from jaxbucket.schedule.paced_runs import OneMetric, SeveralMetrics
+from jaxbucket.schedule.pacing import LinearPacing, Pacing
 
-# Below this, every integer has an exact float64.
-_MAX_EXACT_FLOAT = 2.0**53
+Difficulty: TypeAlias = ArrayLike | DifficultyIndex
 
 
 class Curriculum(Order):
@@ -38,6 +37,7 @@ class Curriculum(Order):
 
     Example:
       >>> from jaxbucket import BatchSchedule, Bucket, BucketPlan
+      >>> from jaxbucket.schedule import ByValue
       >>> plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
       >>> order = Curriculum([5, 1, 4, 2, 3, 6], LinearPacing(start=0.3))
       >>> for batch in BatchSchedule(plan, [8] * 6, order=order):
@@ -46,37 +46,73 @@ class Curriculum(Order):
       [2, 4]
       [0, 5]
 
+      Short examples come first, by value, and of these the least rare ones:
+
+      >>> order = Curriculum(
+      ...     {"length": [8, 3, 5, 7], "rarity": [0.1, 0.3, 0.9, 0.4]},
+      ...     {
+      ...         "length": ByValue(LinearPacing(start=0, steps=2), low=5, high=8),
+      ...         "rarity": LinearPacing(start=0.5, steps=2),
+      ...     },
+      ... )
+      >>> [sorted(x.rows.tolist()) for x in BatchSchedule(plan, [8] * 4, order=order)]
+      [[1, 3], [0, 2]]
+
+    With several metrics, an example is open when all of them open it. Batches are
+    completed with the examples that will open next.
+
+    With packed rows, examples that are about as difficult share rows. A row is open
+    when all of its examples are, and as difficult as its hardest one.
+
     Args:
-      difficulty: `[N]` finite numbers, one per example, or a `DifficultyIndex`. The
-        array is not copied, so do not modify it afterwards.
+      difficulty: `[N]` finite numbers, one per example, or a `DifficultyIndex`. For
+        several metrics, name -> such numbers. The arrays are not copied, so do not
+        modify them afterwards.
       pacing: a function from the number of completed epochs to the share of examples
         that is open, from 0 to 1; by default `LinearPacing()`. The share may fall, for
-        example in cycles. A schedule created by `continue_with` counts its own epochs.
+        example in cycles. A function with an attribute `unit`, "steps" or "tokens",
+        gets the number of completed steps, or of real tokens if every step had the
+        mean of an epoch. `ByValue` opens difficulties up to a value in place of a
+        share. For several metrics, name -> a function, or one function for all
+        of them. A schedule created by `continue_with` counts its own epochs,
+        steps and tokens.
       replacement: whether every step draws from all open examples, as described above.
 
+    Attributes:
+      difficulty: `[N]` numbers; name -> `[N]` if a mapping was passed.
+      pacing: the pacing function, or name -> pacing function.
+      replacement: as above.
+
     Raises:
-      ValueError: if `difficulty` is empty, not `[N]` or not finite, or if `pacing` is
-        not callable.
+      ValueError: if `difficulty` is empty, not `[N]` or not finite; if `pacing` is not
+        callable, has an unknown unit, or does not have the names of `difficulty`; or if
+        it is a `ByValue` for an index with `sorted_by="process"`.
     """
 
     def __init__(
         self,
-        difficulty: ArrayLike | DifficultyIndex,
-        pacing: Pacing | None = None,
+        difficulty: Difficulty | Mapping[str, Difficulty],
+        pacing: Pacing | Mapping[str, Pacing] | None = None,
         *,
         replacement: bool = False,
     ):
-        self.difficulty = _check_difficulty(difficulty)
-        self._index = difficulty if isinstance(difficulty, DifficultyIndex) else None
         self.pacing = LinearPacing() if pacing is None else pacing
-        check_pacing(self.pacing)
+        self._metrics = _metrics(difficulty, self.pacing)
+        values = [metric.values for metric in self._metrics]
+        self.difficulty: Any = values[0]
+        if isinstance(difficulty, Mapping):
+            self.difficulty = dict(zip(difficulty, values, strict=True))
         self.replacement = bool(replacement)
-        self.within = self.difficulty if self.replacement else "source"
+        is_sorted_once = self.replacement and len(values) == 1
+        self.within = values[0] if is_sorted_once else "source"
 
     def __repr__(self) -> str:
+        metrics = ""
+        if isinstance(self.difficulty, dict):
+            metrics = f"{', '.join(self.difficulty)} of "
         return (
-            f"Curriculum({len(self.difficulty)} examples, {self.pacing}, "
-            f"replacement={self.replacement})"
+            f"Curriculum({metrics}{len(self._metrics[0].values)} examples, "
+            f"{self.pacing}, replacement={self.replacement})"
         )
 
     def __str__(self) -> str:
@@ -85,74 +121,66 @@ class Curriculum(Order):
         return f"{kind} {self._fingerprint[:16]}"
 
     def check(self, num_examples: int, *, is_packed: bool) -> None:
-        if len(self.difficulty) != num_examples:
+        for metric in self._metrics:
+            if len(metric.values) != num_examples:
+                raise ValueError(
+                    f"`{metric.name}` has {len(metric.values)} entries for "
+                    f"{num_examples} lengths. Pass one difficulty for each example."
+                )
+        if is_packed and self.replacement:
             raise ValueError(
-                f"`difficulty` has {len(self.difficulty)} entries for {num_examples} "
-                "lengths. Pass one difficulty for each example."
-            )
-        if is_packed:
-            raise ValueError(
-                "`order` is a `Curriculum`, which ranks single examples, but `packing` "
-                "puts several examples into a row. Remove one of the two."
+                "`order` is a `Curriculum` with `replacement=True`, which draws single "
+                "examples, but `packing` puts several examples into a row. Set "
+                "`replacement=False`, or remove one of the two."
             )
 
+    def slot_difficulty(self) -> np.ndarray:
+        if len(self._metrics) == 1:
+            return self._metrics[0].values
+        return np.maximum.reduce([metric.ranks(None)[0] for metric in self._metrics])
+
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        kept = self.sorted_difficulty(rows.is_kept())
-        pace = Pace(self.pacing, kept, rows.num_batches)
-        if not self.replacement:
-            return PacedOrder(self.difficulty, pace, rows, seed, opening)
-        if opening is not None:
+        if self.replacement and opening is not None:
             raise ValueError(
                 "`opening` requires `replacement=False`, because it rearranges the "
                 "batches of an epoch that has every example once. Remove one of the "
                 "two."
             )
-        return EasyDraws(self.difficulty, pace, rows, seed)
-
-    def sorted_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
-        """Returns the sorted difficulties of the kept examples, all if None."""
-        difficulty = self.difficulty
-        if self._index is None or self._index.sorted_by != "all":
-            return np.sort(difficulty if is_kept is None else difficulty[is_kept])
-        # The index already holds the sorted order.
-        examples = self._index.examples
-        return difficulty[examples if is_kept is None else examples[is_kept[examples]]]
+        if len(self._metrics) == 1:
+            runs = OneMetric(self._metrics[0], rows)
+            open_examples = functools.partial(OpenByOne, runs, rows)
+        else:
+            runs = SeveralMetrics(self._metrics, rows)
+            open_examples = functools.partial(OpenBySeveral, runs, rows)
+        if self.replacement:
+            return EasyDraws(open_examples(), rows, seed)
+        return PacedOrder(runs, rows, seed, opening)
 
     @functools.cached_property
     def _fingerprint(self) -> str:
-        pacing = "\n".join(pacing_name(self.pacing))
-        return digest(_canonical_bytes(self.difficulty), pacing.encode())
+        # The order and the names of metrics make no difference to the batches.
+        parts = sorted(metric.fingerprint for metric in self._metrics)
+        return parts[0] if len(parts) == 1 else digest("\n".join(parts).encode())
 
 
-def _check_difficulty(difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
-    if isinstance(difficulty, DifficultyIndex):
-        # Without a global order, the position in the index defines the difficulty.
-        is_global = difficulty.sorted_by == "all"
-        return difficulty.difficulty if is_global else difficulty.ranks()
-    try:
-        array = np.asarray(difficulty)
-    except ValueError:
+def _metrics(difficulty: Any, pacing: Any) -> list[Metric]:
+    if not isinstance(difficulty, Mapping):
+        if isinstance(pacing, Mapping):
+            raise ValueError(
+                f"`pacing` is a mapping with the keys {list(pacing)}, but `difficulty` "
+                "is not. Pass a mapping of both, or one pacing function."
+            )
+        return [Metric("difficulty", difficulty, pacing)]
+    if not difficulty:
+        raise ValueError("`difficulty` is an empty mapping. Pass at least one metric.")
+    if not isinstance(pacing, Mapping):
+        pacing = dict.fromkeys(difficulty, pacing)
+    if set(pacing) != set(difficulty):
         raise ValueError(
-            "`difficulty` is ragged. Pass one number for each example, [N]."
-        ) from None
-    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
-        raise ValueError(
-            f"`difficulty` is {array.dtype}{list(array.shape)}. Pass one number for "
-            "each example, [N]."
+            f"`pacing` has the keys {list(pacing)}, but `difficulty` has "
+            f"{list(difficulty)}. Pass a pacing function for each metric."
         )
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        bad = int(np.argmin(np.isfinite(array)))
-        raise ValueError(
-            f"`difficulty[{bad}]={array[bad]}` is not finite. Pass a finite number or "
-            "leave the example out."
-        )
-    return array
-
-
-def _canonical_bytes(difficulty: np.ndarray) -> bytes | memoryview:
-    """Returns bytes that depend on the values but not on their dtype."""
-    as_floats = np.ascontiguousarray(difficulty, "<f8")
-    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _MAX_EXACT_FLOAT):
-        # Some of these integers have no exact float.
-        return "\n".join(map(str, difficulty.tolist())).encode()
-    return as_floats.data
+    return [
+        Metric(f"difficulty[{name!r}]", values, pacing[name])
+        for name, values in difficulty.items()
+    ]

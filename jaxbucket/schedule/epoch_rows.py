@@ -7,6 +7,7 @@ are the same in every epoch; the example in a row may differ.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -17,7 +18,10 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import Remainder
+from jaxbucket.plan.reports.epoch import report
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
+from jaxbucket.schedule.pacing import Unit
+from jaxbucket.schedule.packed_rows import PackedRows
 
 # (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.
 Slots: TypeAlias = Callable[[int, np.ndarray, int], np.ndarray]
@@ -41,12 +45,16 @@ class EpochRows:
       remainder: the policy for examples that do not fill a batch.
       within: how the examples of a bucket are sorted.
       group: the number of batches of a bucket that are treated as one batch here.
+      batches_per_step: the number of batches in a step.
+      packed: the examples of packed rows; None if a row is an example.
 
     Attributes:
       plan: the buckets.
       sizes: `[K]` int64, the rows of a full batch of each bucket.
       flow: the number of rows and batches of each bucket.
       num_batches: the number of batches in one epoch.
+      batches_per_step: the number of batches in a step.
+      steps_per_epoch: the number of steps in one epoch.
 
     Raises:
       ValueError: if no example is left, or `remainder` is unknown.
@@ -60,14 +68,20 @@ class EpochRows:
         remainder: Remainder = "cheapest",
         within: Within | ArrayLike = "source",
         group: int = 1,
+        batches_per_step: int = 1,
+        packed: PackedRows | None = None,
     ):
         self.plan = plan
         self.sizes = plan.rows_per_step(group)
+        self._lengths, self._group, self._packed = lengths, group, packed
+        self._remainder: Remainder = remainder
         self._num_examples = len(lengths)
         self._examples, counts = examples_by_bucket(plan, lengths, within)
         self._offsets = np.cumsum(counts) - counts
         self.flow = epoch_flow(plan, counts, remainder, group)
         self.num_batches = self.flow.num_batches
+        self.batches_per_step = batches_per_step
+        self.steps_per_epoch = -(-self.num_batches // batches_per_step)
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
         self._check_not_empty()
         self._promoted = self.flow.promoted.tolist()
@@ -85,6 +99,44 @@ class EpochRows:
                 f"buckets {', '.join(map(str, self.plan.buckets))} has a full batch. "
                 "Keep remainders, or plan with a smaller `max_tokens`."
             )
+
+    @functools.cached_property
+    def tokens_per_epoch(self) -> int:
+        """The number of real tokens in an epoch, the mean if epochs differ."""
+        return report(
+            self.plan.unpacked,
+            self._lengths,
+            remainder=self._remainder,
+            accumulate=self._group,
+        ).real_tokens
+
+    def progress(self, unit: Unit, epoch: int, position: int) -> float:
+        """Returns the progress of training before a batch.
+
+        Args:
+          unit: "epochs"; "steps", an integer for the step of the batch; or "tokens",
+            the real tokens in these steps if every step had the mean number.
+          epoch: the epoch, counted from 0.
+          position: the position of the batch in the epoch.
+        """
+        if unit == "epochs":
+            return epoch + position / self.num_batches
+        step = epoch * self.steps_per_epoch + position // self.batches_per_step
+        if unit == "steps":
+            return step
+        return step * self.tokens_per_epoch / self.steps_per_epoch
+
+    def largest(self, values: np.ndarray, epoch: int) -> np.ndarray:
+        """Returns the largest value of the examples of each row in an epoch.
+
+        Args:
+          values: numbers, one per example.
+          epoch: the epoch, counted from 0.
+
+        Returns:
+          `[N]` numbers, which are `values` unless rows are packed.
+        """
+        return values if self._packed is None else self._packed.largest(values, epoch)
 
     def bucket_of(self, batch: int | np.ndarray) -> np.ndarray:
         """Returns the index of the bucket of each batch."""

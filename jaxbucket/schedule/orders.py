@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import threading
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.opening import OpeningSteps
+from jaxbucket.schedule.recent import LOCK
 from jaxbucket.schedule.spread import spread_evenly
 
 OrderName: TypeAlias = Literal[
@@ -26,9 +26,6 @@ OrderName: TypeAlias = Literal[
 
 # Rows that are processed at a time.
 _CHUNK = 1 << 20
-# All orders share this lock, because an order with its own lock could not be sent to
-# worker processes. It is reentrant, because a pacing function may use another order.
-LOCK = threading.RLock()
 
 
 class EpochOrder(Protocol):
@@ -99,6 +96,13 @@ class Order(abc.ABC):
           num_examples: the number of examples, N.
           is_packed: whether rows hold several examples.
         """
+
+    def slot_difficulty(self) -> np.ndarray | None:
+        """Returns `[N]` difficulties if easy examples share packed rows, else None.
+
+        This requires `is_redrawn`.
+        """
+        return None
 
 
 class Shuffled(Order):

@@ -1,63 +1,29 @@
-"""The orders of a curriculum: from pools without replacement, or with replacement."""
+"""Batches of a curriculum without replacement, drawn from a pool for each bucket."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.opening import OpeningSteps
-from jaxbucket.schedule.orders import LOCK
-from jaxbucket.schedule.pacing import Pacing, open_share
-
-# Shares are rounded to multiples of 1 / _SHARE_UNITS, because powers differ between
-# machines in the last bit.
-_SHARE_UNITS = 10**9
-_NUM_CACHED_EPOCHS = 2
-# The unit in which numbers of batches become integer weights of buckets.
-_WEIGHT_UNIT = 2**32
-
-
-class Pace:
-    """The greatest difficulty that is open at each batch.
-
-    Args:
-      pacing: a function from completed epochs to the share that is open.
-      difficulty: `[N]` sorted difficulties of the examples that the plan keeps.
-      num_batches: the number of batches in an epoch.
-    """
-
-    def __init__(self, pacing: Pacing, difficulty: np.ndarray, num_batches: int):
-        self._pacing = pacing
-        self._sorted = difficulty
-        self._num_batches = num_batches
-
-    def at(self, epoch: int, position: int) -> Any:
-        """Returns the greatest open difficulty at one batch, in the array's dtype."""
-        share = open_share(self._pacing, epoch + position / self._num_batches)
-        units = round(share * _SHARE_UNITS)
-        count = -(-units * len(self._sorted) // _SHARE_UNITS)
-        return self._sorted[max(count, 1) - 1]
-
-    def of_epoch(self, epoch: int) -> np.ndarray:
-        """Returns the greatest open difficulty at each batch, `[num_batches]`."""
-        return np.array([self.at(epoch, p) for p in range(self._num_batches)])
+from jaxbucket.schedule.paced_runs import PacedRuns, Run
+from jaxbucket.schedule.recent import recent
 
 
 class PacedOrder:
     """Draws without replacement, which requires dealing each epoch from its start.
 
-    The two most recent epochs are cached, at 4 bytes per example each, because loaders
-    that read ahead may already be in the next epoch.
+    The two most recent epochs are cached, at 4 bytes per example each. With several
+    metrics, the remaining examples are sorted again at the start of each run.
 
     Args:
-      difficulty: `[N]` numbers.
-      pace: the greatest open difficulty at each batch.
+      runs: the runs of every epoch, which decide which examples are open.
       rows: the rows of an epoch.
       seed: the seed of all random choices.
       opening: the first batches of the first epoch; None if they are not planned.
@@ -65,14 +31,12 @@ class PacedOrder:
 
     def __init__(
         self,
-        difficulty: np.ndarray,
-        pace: Pace,
+        runs: PacedRuns,
         rows: EpochRows,
         seed: int,
         opening: OpeningSteps | None,
     ):
-        self._difficulty = difficulty
-        self._pace = pace
+        self._runs = runs
         self._rows = rows
         self._seed = seed
         planned = opening.batches if opening is not None else np.empty(0, np.int64)
@@ -88,46 +52,50 @@ class PacedOrder:
         return self._dealt(epoch).buckets
 
     def _dealt(self, epoch: int) -> _DealtEpoch:
-        with LOCK:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = self._deal(epoch)
-                for old in list(self._epochs)[:-_NUM_CACHED_EPOCHS]:
-                    del self._epochs[old]
-            return self._epochs[epoch]
+        return recent(self._epochs, epoch, lambda: self._deal(epoch))
 
     def _deal(self, epoch: int) -> _DealtEpoch:
-        pace = self._pace.of_epoch(epoch)
-        pools = [self._pool(epoch, k, pace) for k in range(len(self._rows.plan))]
+        left = [self._examples(epoch, k) for k in range(len(self._rows.plan))]
         opening = self._opening if epoch == 0 else []
         buckets, batches = [], []
-        for position in range(self._rows.num_batches):
-            has_fallen = position > 0 and pace[position] < pace[position - 1]
-            for pool in pools:
-                pool.open(position, has_fallen=bool(has_fallen))
-            key = fold(self._seed, epoch, len(pools), position)
-            if position < len(opening):
-                bucket = opening[position]
-            else:
-                bucket = _choose(pools, key)
-            buckets.append(bucket)
-            batches.append(pools[bucket].draw(key))
+        for run in self._runs.of_epoch(epoch):
+            sizes = self._rows.sizes.tolist()
+            pools = [_pool(run, *pair) for pair in zip(left, sizes, strict=True)]
+            has_fallen = np.diff(run.heights, prepend=0) < 0
+            for number, fallen in enumerate(has_fallen.tolist()):
+                for pool in pools:
+                    pool.open(number, has_fallen=fallen)
+                position = len(buckets)
+                key = fold(self._seed, epoch, len(pools), position)
+                if position < len(opening):
+                    bucket = opening[position]
+                else:
+                    bucket = _choose(pools, key)
+                buckets.append(bucket)
+                batches.append(pools[bucket].draw(key))
+            left = [pool.left() for pool in pools]
         ends = np.cumsum([0, *map(len, batches)])
         return _DealtEpoch(np.array(buckets), ends, np.concatenate(batches))
 
-    def _pool(self, epoch: int, bucket: int, pace: np.ndarray) -> _Pool:
-        """The rows that this bucket has in a shuffled epoch, by difficulty."""
+    def _examples(self, epoch: int, bucket: int) -> np.ndarray:
+        """Returns the rows that a bucket has in a shuffled epoch."""
         row = np.arange(self._rows.flow.rows[bucket])
-        slots = shuffled_slots(self._seed, epoch)
-        examples = self._rows.examples(bucket, row, slots)
-        difficulty = self._difficulty[examples]
-        order = np.argsort(difficulty, kind="stable")
-        examples, difficulty = examples[order], difficulty[order]
-        return _Pool(
-            examples.astype(_narrow(len(self._difficulty))),
-            difficulty,
-            np.searchsorted(difficulty, pace, side="right").tolist(),
-            int(self._rows.sizes[bucket]),
-        )
+        return self._rows.examples(bucket, row, shuffled_slots(self._seed, epoch))
+
+
+def _pool(run: Run, examples: np.ndarray, size: int) -> _Pool:
+    """Returns the pool of a bucket at the start of a run.
+
+    Args:
+      run: the run.
+      examples: `[n]` integers, the examples that the bucket has left.
+      size: the number of rows of a full batch.
+    """
+    difficulty = run.difficulty[examples]
+    order = np.argsort(difficulty, kind="stable")
+    examples = examples[order].astype(_narrow(len(run.difficulty)))
+    difficulty = difficulty[order]
+    return _Pool(examples, difficulty, run.num_open(difficulty).tolist(), size)
 
 
 class _DealtEpoch(NamedTuple):
@@ -145,13 +113,13 @@ class _DealtEpoch(NamedTuple):
 
 
 class _Pool:
-    """The remaining examples of a bucket in an epoch, which are open or still closed.
+    """The remaining examples of a bucket in a run, which are open or still closed.
 
     Args:
       examples: `[n]` integers, the easiest first.
       difficulty: `[n]` numbers, the difficulty of each example.
       open_at: `[S]` integers, the number of examples, including those already drawn,
-        that the pace opens at each batch of the epoch.
+        that the pace opens at each batch of the run.
       size: the number of rows of a full batch.
     """
 
@@ -200,12 +168,19 @@ class _Pool:
     def open(self, position: int, *, has_fallen: bool) -> None:
         """Opens the examples that the pace allows, after closing all if it fell."""
         if has_fallen:
-            left = (self._open[: self._num_open], self._closed[self._next :])
-            self._closed = np.sort(np.concatenate(left))
+            self._closed = self._places_left()
             self._next = self._num_open = 0
         # With a different dtype numpy would convert the whole array.
         limit = self._closed.dtype.type(self._open_at[position])
         self._move(int(np.searchsorted(self._closed[self._next :], limit)))
+
+    def left(self) -> np.ndarray:
+        """Returns the examples that were not drawn, the easiest first."""
+        return self._examples[self._places_left()]
+
+    def _places_left(self) -> np.ndarray:
+        left = (self._open[: self._num_open], self._closed[self._next :])
+        return np.sort(np.concatenate(left))
 
     def _move(self, count: int) -> None:
         moved = self._closed[self._next : self._next + count]
@@ -240,55 +215,13 @@ def _choose(pools: list[_Pool], key: int) -> int:
     """
     weights = [pool.batches_open for pool in pools]
     if any(weights):
-        return _draw_index(weights, key)
+        return draw_index(weights, key)
     needed = [pool.hardest_needed for pool in pools]
     return needed.index(min(needed))
 
 
-def _draw_index(weights: list[int], key: int) -> int:
+def draw_index(weights: list[int], key: int) -> int:
+    """Returns a random index, with probabilities in proportion to weights."""
     ends = list(itertools.accumulate(weights))
     # The 64-bit hash is scaled to [0, total).
     return bisect.bisect_right(ends, (fold(key) * ends[-1]) >> 64)
-
-
-class EasyDraws:
-    """Draws with replacement: every step draws from all open examples.
-
-    Args:
-      difficulty: `[N]` numbers.
-      pace: the greatest open difficulty at each batch.
-      rows: the rows of an epoch, sorted by difficulty within each bucket. They define
-        the examples of a bucket and the number of batches in an epoch.
-      seed: the seed of all random choices.
-    """
-
-    def __init__(self, difficulty: np.ndarray, pace: Pace, rows: EpochRows, seed: int):
-        self._pace = pace
-        self._rows = rows
-        self._seed = seed
-        self._sorted = [
-            difficulty[rows.bucket_examples(bucket)] for bucket in range(len(rows.plan))
-        ]
-
-    def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        bucket, num_open, key = self._bucket(epoch, position)
-        size = int(self._rows.sizes[bucket])
-        drawn = permute(np.arange(min(size, num_open)), num_open, key)
-        # If fewer examples than rows are open, they are repeated evenly.
-        drawn = np.resize(drawn, size)
-        return bucket, self._rows.bucket_examples(bucket)[drawn].astype(np.int64)
-
-    def buckets(self, epoch: int) -> np.ndarray:
-        positions = range(self._rows.num_batches)
-        return np.array([self._bucket(epoch, position)[0] for position in positions])
-
-    def _bucket(self, epoch: int, position: int) -> tuple[int, int, int]:
-        """Returns the bucket, the number of its open examples, and a key."""
-        pace = self._pace.at(epoch, position)
-        counts = [int(np.searchsorted(x, pace, side="right")) for x in self._sorted]
-        sizes = self._rows.sizes.tolist()
-        pairs = zip(counts, sizes, strict=True)
-        weights = [count * _WEIGHT_UNIT // size for count, size in pairs]
-        key = fold(self._seed, epoch, len(sizes), position)
-        bucket = _draw_index(weights, key)
-        return bucket, counts[bucket], key

@@ -1,8 +1,10 @@
 """Pacing functions, which decide how many of the easiest examples are open and when.
 
-A pacing function maps the number of completed epochs, a float from 0, to a share of the
-examples, from 0 to 1. Any function with this signature works. The classes in this
-module are the usual choices. They are dataclasses, so that they can be printed,
+A pacing function maps the progress of training, a number from 0, to a share of the
+examples, from 0 to 1. Progress is the number of completed epochs. If the function has
+an attribute `unit`, which is "steps" or "tokens", it is the number of completed steps,
+an integer, or of real tokens. Any function with this signature works. The classes in
+this module are the usual choices. They are dataclasses, so that they can be printed,
 compared and sent to worker processes.
 """
 
@@ -13,41 +15,90 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 Pacing: TypeAlias = Callable[[float], float]
+Unit: TypeAlias = Literal["epochs", "steps", "tokens"]
+UNITS: tuple[Unit, ...] = get_args(Unit)
+# Shares are floats. By this much, they may differ from the fractions that are meant.
+SHARE_TOLERANCE = 1e-12
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearPacing:
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Timed:
+    """A pacing function that runs over a number of epochs, steps or tokens.
+
+    Subclasses have a field `epochs`, too.
+    """
+
+    steps: Any = dataclasses.field(default=None, kw_only=True)
+    tokens: Any = dataclasses.field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in self.given())
+        return f"{type(self).__name__}({values})"
+
+    def given(self) -> list[tuple[str, Any]]:
+        """Returns the names and values of all fields that are not None."""
+        fields = sorted(dataclasses.fields(self), key=lambda x: bool(x.kw_only))
+        pairs = [(field.name, getattr(self, field.name)) for field in fields]
+        return [(name, value) for name, value in pairs if value is not None]
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of progress: "epochs", "steps" or "tokens"."""
+        return next(unit for unit in UNITS if getattr(self, unit) is not None)
+
+    @property
+    def duration(self) -> Any:
+        """The value of the field that is named like the unit."""
+        return getattr(self, self.unit)
+
+    def _check_one_unit(self) -> None:
+        given = [(x, getattr(self, x)) for x in UNITS]
+        given = [f"`{x}={value!r}`" for x, value in given if value is not None]
+        if len(given) > 1:
+            raise ValueError(
+                f"{' and '.join(given)} exclude each other. Pass one of `epochs`, "
+                "`steps` and `tokens`."
+            )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LinearPacing(_Timed):
     """A share that grows linearly from `start` to 1.
 
     Example:
       >>> pacing = LinearPacing(start=0.5, epochs=2)
       >>> pacing(0), pacing(1), pacing(2), pacing(3)
       (0.5, 0.75, 1.0, 1.0)
+      >>> LinearPacing(start=0.5, steps=10_000)(5_000)
+      0.75
 
     Attributes:
       start: the initial share.
-      epochs: the number of epochs after which all examples are open.
+      epochs: the number of epochs after which all examples are open; 1 by default.
+      steps: the number of steps instead of epochs.
+      tokens: the number of real tokens instead of epochs.
 
     Raises:
-      ValueError: if `start` is not from 0 to 1, or `epochs` is not positive.
+      ValueError: if `start` is not from 0 to 1, the duration is not positive, or it is
+        given in several units.
     """
 
     start: float = 0.1
-    epochs: float = 1.0
+    epochs: float | None = None
 
     def __post_init__(self):
         _check_share("start", self.start)
-        _check_positive("epochs", self.epochs)
+        _check_duration(self)
 
-    def __call__(self, epochs: float) -> float:
-        return self.start + (1 - self.start) * min(1.0, epochs / self.epochs)
+    def __call__(self, progress: float) -> float:
+        return self.start + (1 - self.start) * min(1.0, progress / self.duration)
 
 
-@dataclasses.dataclass(frozen=True)
-class RootPacing:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RootPacing(_Timed):
     """A share that grows quickly at first and then more and more slowly.
 
     It is the competence function of Platanios et al., "Competence-based Curriculum
@@ -61,32 +112,34 @@ class RootPacing:
 
     Attributes:
       start: the initial share.
-      epochs: the number of epochs after which all examples are open.
+      epochs: the number of epochs after which all examples are open; 1 by default.
       degree: the exponent p; 2 for the square root.
+      steps: the number of steps instead of epochs.
+      tokens: the number of real tokens instead of epochs.
 
     Raises:
-      ValueError: if `start` is not from 0 to 1, or `epochs` or `degree` is not
-        positive.
+      ValueError: if `start` is not from 0 to 1, the duration or `degree` is not
+        positive, or the duration is given in several units.
     """
 
     start: float = 0.1
-    epochs: float = 1.0
+    epochs: float | None = None
     degree: float = 2.0
 
     def __post_init__(self):
         _check_share("start", self.start)
-        _check_positive("epochs", self.epochs)
+        _check_duration(self)
         _check_positive("degree", self.degree)
 
-    def __call__(self, epochs: float) -> float:
+    def __call__(self, progress: float) -> float:
         least = self.start**self.degree
-        share = min(1.0, epochs / self.epochs) * (1 - least) + least
+        share = min(1.0, progress / self.duration) * (1 - least) + least
         return min(1.0, share ** (1 / self.degree))
 
 
-@dataclasses.dataclass(frozen=True)
-class StepPacing:
-    """A share that is constant between given epochs.
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepPacing(_Timed):
+    """A share that is constant between given epochs, steps or numbers of tokens.
 
     See Hacohen and Weinshall, "On the Power of Curriculum Learning in Training Deep
     Networks", ICML 2019.
@@ -100,32 +153,41 @@ class StepPacing:
       shares: the shares, each from 0 to 1; one entry more than `epochs`.
       epochs: the number of completed epochs at which the next share applies, positive
         and ascending.
+      steps: the number of completed steps instead of epochs.
+      tokens: the number of real tokens instead of epochs.
 
     Raises:
       ValueError: if a share is not from 0 to 1, the numbers of entries do not match,
-        or `epochs` is not positive and ascending.
+        or the times are missing, given in several units, or not positive and ascending.
     """
 
     shares: tuple[float, ...]
-    epochs: tuple[float, ...]
+    epochs: tuple[float, ...] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "shares", tuple(self.shares))
-        object.__setattr__(self, "epochs", tuple(self.epochs))
         for share in self.shares:
             _check_share("shares", share)
-        if len(self.shares) != len(self.epochs) + 1:
+        self._check_one_unit()
+        if all(getattr(self, unit) is None for unit in UNITS):
             raise ValueError(
-                f"`shares` has {len(self.shares)} entries for {len(self.epochs)} in "
-                "`epochs`. Pass one share more than `epochs`, the first one for the "
-                "start."
+                "`StepPacing` has no times at which the share changes. Pass `epochs`, "
+                "`steps` or `tokens`."
             )
-        pairs = zip(self.epochs, self.epochs[1:], strict=False)
-        if not all(a < b for a, b in pairs) or not all(x > 0 for x in self.epochs):
-            raise ValueError(f"`epochs={self.epochs}` must be positive and ascending.")
+        times = tuple(self.duration)
+        object.__setattr__(self, self.unit, times)
+        if len(self.shares) != len(times) + 1:
+            raise ValueError(
+                f"`shares` has {len(self.shares)} entries for {len(times)} in "
+                f"`{self.unit}`. Pass one share more than `{self.unit}`, the first one "
+                "for the start."
+            )
+        pairs = zip(times, times[1:], strict=False)
+        if not all(a < b for a, b in pairs) or not all(x > 0 for x in times):
+            raise ValueError(f"`{self.unit}={times}` must be positive and ascending.")
 
-    def __call__(self, epochs: float) -> float:
-        return self.shares[bisect.bisect_right(self.epochs, epochs)]
+    def __call__(self, progress: float) -> float:
+        return self.shares[bisect.bisect_right(self.duration, progress)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,66 +201,144 @@ class CyclicPacing:
 
     Attributes:
       pacing: the pacing function of one cycle.
-      every: the length of a cycle, in epochs.
+      every: the length of a cycle, in the unit of `pacing`; 1 epoch by default.
 
     Raises:
-      ValueError: if `pacing` is not callable, or `every` is not positive.
+      ValueError: if `pacing` is not callable, or `every` is not positive, or missing
+        although `pacing` counts steps or tokens.
     """
 
     pacing: Pacing
-    every: float = 1.0
+    every: float | None = None
 
     def __post_init__(self):
-        check_pacing(self.pacing)
+        check_share_pacing(self.pacing)
+        if self.every is None and self.unit == "epochs":
+            object.__setattr__(self, "every", 1.0)
+        if self.every is None:
+            raise ValueError(
+                f"`every` is missing, and `pacing={self.pacing!r}` counts {self.unit}. "
+                f"Pass the number of {self.unit} in a cycle."
+            )
         _check_positive("every", self.every)
 
-    def __call__(self, epochs: float) -> float:
-        return self.pacing(math.fmod(epochs, self.every))
+    @property
+    def unit(self) -> Unit:
+        """The unit of progress, which is that of `pacing`."""
+        return pacing_unit(self.pacing)
+
+    def __call__(self, progress: float) -> float:
+        # Integers stay integers, so that a function of steps can use them as indices.
+        return self.pacing(progress % self.every)  # pyright: ignore
+
+
+@dataclasses.dataclass(frozen=True)
+class ByValue:
+    """Opens the examples whose difficulty is at most a value, in place of a share.
+
+    The value runs from `low` to `high` as the share of `pacing` runs from 0 to 1, and
+    is rounded down to a multiple of `multiple`. Examples beyond it are not open, even
+    at the end: without replacement they come last in every epoch, and with replacement
+    never.
+
+    Example:
+      >>> value = ByValue(LinearPacing(start=0, steps=100), 8, 128, multiple=8)
+      >>> [int(value(step)) for step in (0, 50, 99, 100)]
+      [8, 64, 120, 128]
+
+    Attributes:
+      pacing: the pacing function of the share.
+      low: the value at a share of 0.
+      high: the value at a share of 1.
+      multiple: the value is a multiple of this number; None to leave it as it is.
+
+    Raises:
+      ValueError: if `pacing` is not a function to a share, `low` and `high` are not
+        finite and ascending, or `multiple` is not positive.
+    """
+
+    pacing: Pacing
+    low: float
+    high: float
+    multiple: float | None = None
+
+    def __post_init__(self):
+        check_share_pacing(self.pacing)
+        if not -math.inf < self.low <= self.high < math.inf:
+            raise ValueError(
+                f"`low={self.low!r}` and `high={self.high!r}` must be finite, and "
+                "`low` must not exceed `high`."
+            )
+        if self.multiple is not None:
+            _check_positive("multiple", self.multiple)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit of progress, which is that of `pacing`."""
+        return pacing_unit(self.pacing)
+
+    def __call__(self, progress: float) -> float:
+        # Raised slightly, because a float may miss the share that reaches a value.
+        share = open_share(self.pacing, progress) + SHARE_TOLERANCE
+        value = self.high
+        if share < 1:
+            value = self.low + (self.high - self.low) * share
+        if self.multiple is None:
+            return value
+        return value // self.multiple * self.multiple
 
 
 def check_pacing(pacing: Pacing) -> None:
-    """Raises a ValueError if `pacing` is not callable."""
+    """Raises a ValueError if `pacing` is not callable or has an unknown unit."""
     if not callable(pacing):
         raise ValueError(
             f"`pacing={pacing!r}` is not a function. Pass one from epochs to a share, "
             "such as `jb.schedule.LinearPacing(start=0.5)`."
         )
+    if pacing_unit(pacing) not in UNITS:
+        raise ValueError(
+            f"`pacing.unit={pacing_unit(pacing)!r}` is unknown. Set it to 'epochs', "
+            "'steps' or 'tokens'."
+        )
 
 
-def open_share(pacing: Pacing, epochs: float) -> float:
-    """Returns the share that is open after a number of epochs.
+def check_share_pacing(pacing: Pacing) -> None:
+    """Raises a ValueError if `pacing` is not a function to a share."""
+    check_pacing(pacing)
+    if isinstance(pacing, ByValue):
+        raise ValueError(
+            "`pacing` is a `ByValue`, whose results are no shares. Put `ByValue` "
+            "around the other pacing function."
+        )
+
+
+def pacing_unit(pacing: Pacing) -> Unit:
+    """Returns the unit of progress of a pacing function, epochs by default."""
+    return getattr(pacing, "unit", "epochs")
+
+
+def open_share(pacing: Pacing, progress: float) -> float:
+    """Returns the share that is open after an amount of progress.
 
     Raises:
       ValueError: if the function does not return a number from 0 to 1.
     """
-    share = pacing(epochs)
+    share = pacing(progress)
     # `numbers.Real` also covers the scalars of numpy.
     if not (isinstance(share, numbers.Real) and 0 <= share <= 1):
         raise ValueError(
-            f"`pacing({epochs})` returned {share!r}. Return a share of the examples, "
+            f"`pacing({progress})` returned {share!r}. Return a share of the examples, "
             "a number from 0 to 1."
         )
     return float(share)
 
 
-def pacing_name(pacing: Pacing) -> list[str]:
-    """Returns strings that identify a pacing function, the same in every process.
-
-    The functions of this module are identified by their parameters. Other functions are
-    sampled: every 1/256 of an epoch up to epoch 16, and every 1/16 up to epoch 256.
-    """
-    # `type(...) is` excludes subclasses, which may return different shares.
-    if isinstance(pacing, CyclicPacing) and type(pacing) is CyclicPacing:
-        return ["CyclicPacing", repr(float(pacing.every)), *pacing_name(pacing.pacing)]
-    if type(pacing) in (LinearPacing, RootPacing, StepPacing):
-        parts = dataclasses.astuple(pacing)  # pyright: ignore
-        values = [
-            x for part in parts for x in (part if type(part) is tuple else [part])
-        ]
-        return [type(pacing).__name__, str([float(value) for value in values])]
-    samples = [i / 256 for i in range(16 * 256)] + [i / 16 for i in range(256 * 16)]
-    # Rounded, because powers differ between machines in the last bit.
-    return [f"{open_share(pacing, epochs):.9g}" for epochs in samples]
+def _check_duration(pacing: Any) -> None:
+    """Sets the default of one epoch, and checks that the duration is positive."""
+    pacing._check_one_unit()
+    if all(getattr(pacing, unit) is None for unit in UNITS):
+        object.__setattr__(pacing, "epochs", 1.0)
+    _check_positive(pacing.unit, pacing.duration)
 
 
 def _check_share(name: str, share: float) -> None:

@@ -3,6 +3,11 @@
 For every length, a keyed permutation that changes with the epoch assigns the examples
 of this length to the slots, or they are assigned in source order. It is evaluated only
 for the rows that are requested, so starting a new epoch costs nothing.
+
+For a curriculum, easy examples share rows instead: every epoch puts the rows in a new
+order, and the slots of each length, in this order, get its examples from easy to hard.
+Neighbors in this order are shuffled, because rows that hold the same lengths would
+otherwise hold the same examples in every epoch.
 """
 
 from __future__ import annotations
@@ -16,13 +21,19 @@ from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import lengths_matrix, total_lengths
-from jaxbucket.base.permutation import fold, mix_each, permute_each
+from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
+from jaxbucket.schedule.recent import recent
 
 _PLAN_ROWS = "Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`."
 # Keeps these keys distinct from the keys of rows and batches.
 _SLOT_KEY = 0x510
+_ROW_KEY, _EXAMPLE_KEY = 0x511, 0x512
+# Examples of one length move by up to an eighth of their number, from 2 to 64 places.
+_MOST_PLACES = 64
+# The unit of fractions of a place.
+_PLACE_BITS = 20
 
 
 class PackedRows:
@@ -36,6 +47,7 @@ class PackedRows:
       examples: `[N]` integers, the index of each example in the source; None for 0 to
         N - 1.
       seed: the seed of the permutations; None for source order in every epoch.
+      difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
 
     Raises:
       ValueError: if `packing` was created for different lengths.
@@ -48,6 +60,7 @@ class PackedRows:
         parts: Mapping[str, np.ndarray] | None,
         examples: np.ndarray | None,
         seed: int | None,
+        difficulty: np.ndarray | None = None,
     ):
         self._packing = packing
         self._seed = seed
@@ -73,6 +86,12 @@ class PackedRows:
         self._starts = np.flatnonzero(np.diff(ordered, prepend=0))
         self._lengths = ordered[self._starts]
         self._sizes = np.diff(self._starts, append=len(ordered))
+        self._by_difficulty = None
+        if difficulty is not None:
+            assert seed is not None
+            self._by_difficulty = _SlotsByDifficulty(
+                packing, lengths, slot_lengths, difficulty, seed
+            )
 
     def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
         if len(packed) != len(lengths) or np.any(packed != lengths):
@@ -111,6 +130,8 @@ class PackedRows:
 
     def _drawn(self, epoch: int, slots: np.ndarray) -> np.ndarray:
         """Returns the examples in `[n]` slots."""
+        if self._by_difficulty is not None:
+            return self._by_difficulty.examples(epoch)[slots]
         places = self._places[slots].astype(np.int64)
         if self._seed is None:
             return self._examples[places]
@@ -119,9 +140,97 @@ class PackedRows:
         keys = mix_each(self._lengths[group], fold(self._seed, epoch, _SLOT_KEY))
         return self._examples[starts + permute_each(places - starts, sizes, keys)]
 
+    def largest(self, values: np.ndarray, epoch: int) -> np.ndarray:
+        """Returns the largest value of the examples of each row in an epoch, `[R]`.
+
+        Args:
+          values: `[N]` numbers, one per example.
+          epoch: the epoch, counted from 0.
+        """
+        starts = self._packing.row_splits[:-1]
+        examples = self._drawn(epoch, np.arange(self._packing.num_examples))
+        return np.maximum.reduceat(values[examples], starts)
+
+
+class _SlotsByDifficulty:
+    """The example in each slot, if easy examples share rows.
+
+    An epoch is computed when it is first needed. The two most recent ones are cached,
+    at 4 bytes per example each.
+
+    Args:
+      packing: the packing.
+      lengths: `[N]` integers, the lengths of the examples.
+      slot_lengths: `[N]` integers, the lengths of the slots.
+      difficulty: `[N]` numbers.
+      seed: the seed of all random choices.
+    """
+
+    def __init__(
+        self,
+        packing: Packing,
+        lengths: np.ndarray,
+        slot_lengths: np.ndarray,
+        difficulty: np.ndarray,
+        seed: int,
+    ):
+        self._packing = packing
+        self._slot_lengths = slot_lengths
+        self._seed = seed
+        order = np.argsort(difficulty, kind="stable")
+        order = order[_by_length(lengths[order])]
+        self._sorted = order.astype(np.uint32 if len(order) < 1 << 32 else np.int64)
+        self._lengths, difficulty = lengths[order], difficulty[order]
+        is_first = np.append(True, np.diff(self._lengths) != 0)
+        _, sizes = _groups(is_first)
+        is_first[1:] |= difficulty[1:] != difficulty[:-1]
+        # Equal examples are shuffled among themselves.
+        self._places, ties = _groups(is_first)
+        self._moves = np.maximum(ties, np.clip(sizes // 8, 2, _MOST_PLACES))
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def examples(self, epoch: int) -> np.ndarray:
+        """Returns the example in each slot, `[N]` integers."""
+        return recent(self._epochs, epoch, lambda: self._assign(epoch))
+
+    def _assign(self, epoch: int) -> np.ndarray:
+        size = len(self._sorted)
+        key = fold(self._seed, epoch, _EXAMPLE_KEY)
+        fractions = (permute(np.arange(size), size, key) << _PLACE_BITS) // size
+        places = (self._places << _PLACE_BITS) + fractions * self._moves
+        examples = self._sorted[np.lexsort((places, self._lengths))]
+        slots = self._slots(epoch)
+        slots = slots[_by_length(self._slot_lengths[slots])]
+        assigned = np.empty_like(examples)
+        assigned[slots] = examples
+        return assigned
+
+    def _slots(self, epoch: int) -> np.ndarray:
+        """Returns the slots of all rows, in the order of the rows in an epoch."""
+        packing, key = self._packing, fold(self._seed, epoch, _ROW_KEY)
+        rows = permute(np.arange(packing.num_rows), packing.num_rows, key)
+        sizes = packing.row_segments[rows]
+        shift = packing.row_splits[rows] - (np.cumsum(sizes) - sizes)
+        return np.arange(packing.num_examples) + np.repeat(shift, sizes)
+
+
+def _groups(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the start and the size of the group of each element, `[N]` int64 each.
+
+    Args:
+      is_first: `[N]` bool, whether a group starts at an element.
+    """
+    starts = np.flatnonzero(is_first)
+    sizes = np.diff(starts, append=len(is_first))
+    return np.repeat(starts, sizes), np.repeat(sizes, sizes)
+
 
 def packed_rows(
-    packing: Packing, plan: BucketPlan, lengths: np.ndarray, seed: int | None
+    packing: Packing,
+    plan: BucketPlan,
+    lengths: np.ndarray,
+    seed: int | None,
+    difficulty: np.ndarray | None,
 ) -> PackedRows:
     """Returns the packed rows of the examples that a plan keeps.
 
@@ -130,17 +239,25 @@ def packed_rows(
       plan: the shapes, and the policy for overlong examples.
       lengths: `[N]` or `[N, Q]` integers that the plan accepts.
       seed: the seed of the permutations; None for source order in every epoch.
+      difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
 
     Raises:
-      ValueError: if `packing` was created for different lengths.
+      ValueError: if `packing` was created for different lengths, or the plan leaves out
+        examples that have a difficulty.
     """
     is_kept = plan.assign(lengths) >= 0
     examples = None if is_kept.all() else np.flatnonzero(is_kept)
+    if examples is not None and difficulty is not None:
+        raise ValueError(
+            f"The plan leaves out {len(lengths) - len(examples)} examples, but a "
+            "`Curriculum` of packed rows requires all of them. Leave them out of the "
+            "source, or choose `overlong='truncate'`."
+        )
     kept = plan.truncated(lengths if examples is None else lengths[examples])
     parts = None
     if plan.sequences:
         parts = dict(zip(plan.sequences, kept.T, strict=True))
-    return PackedRows(packing, total_lengths(kept), parts, examples, seed)
+    return PackedRows(packing, total_lengths(kept), parts, examples, seed, difficulty)
 
 
 def _kinds(

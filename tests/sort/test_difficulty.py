@@ -71,19 +71,27 @@ def test_a_curriculum_accepts_an_index(folder, tmp_path):
         np.testing.assert_array_equal(one[step].rows, other[step].rows)
     # An index is already in order, so the curriculum does not sort it again.
     kept = np.arange(SIZE) % 3 > 0
-    np.testing.assert_array_equal(
-        orders[1].sorted_difficulty(None), values[index.examples]
-    )
-    for order in orders:
-        np.testing.assert_array_equal(
-            order.sorted_difficulty(kept), np.sort(values[kept])
-        )
+    metrics = [order._metrics[0] for order in orders]
+    np.testing.assert_array_equal(metrics[1].sorted(None), values[index.examples])
+    for metric in metrics:
+        np.testing.assert_array_equal(metric.sorted(kept), np.sort(values[kept]))
     # If the index is sorted by process, the difficulty of an example is its rank.
     by_process = jb.sort.write_difficulty_index(
         tmp_path / "by_process", values, MESH, sorted_by="process"
     )
     order = jb.Curriculum(by_process, jb.schedule.LinearPacing(0.1))
     np.testing.assert_array_equal(order.difficulty, by_process.ranks())
+    by_value = jb.schedule.ByValue(jb.schedule.LinearPacing(), low=0, high=9)
+    with pytest.raises(ValueError, match="of `difficulty` is a `ByValue`, but its"):
+        jb.Curriculum(by_process, by_value)
+    # Several metrics use the order of the index, too.
+    other = np.arange(SIZE) * 7 % 101
+    pairs = [jb.Curriculum({"a": x, "b": other}, by_value) for x in (values, index)]
+    assert str(pairs[0]) == str(pairs[1])
+    for kept_or_none in (None, kept):
+        ranks = [pair._metrics[0].ranks(kept_or_none) for pair in pairs]
+        for one, two in zip(*ranks, strict=True):
+            np.testing.assert_array_equal(one, two)
 
 
 def test_sorting_by_process_with_one_process_sorts_all_examples(tmp_path):

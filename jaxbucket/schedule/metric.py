@@ -1,0 +1,133 @@
+"""One metric of a curriculum: the difficulty of every example, and its pacing."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.digest import digest
+from jaxbucket.schedule.difficulty_index import DifficultyIndex
+from jaxbucket.schedule.pacing import ByValue, Pacing, check_pacing
+from jaxbucket.schedule.pacing_name import pacing_name
+
+# Below this, every integer has an exact float64.
+_MAX_EXACT_FLOAT = 2.0**53
+
+
+class Metric:
+    """The difficulty of every example by one metric, and the function that opens them.
+
+    Args:
+      name: the argument that the difficulties come from, for messages.
+      difficulty: `[N]` finite numbers, or a `DifficultyIndex`.
+      pacing: the pacing function.
+
+    Attributes:
+      name: as above.
+      values: `[N]` numbers, the difficulties.
+      pacing: as above.
+
+    Raises:
+      ValueError: if the difficulties are empty, not `[N]` or not finite, `pacing` is
+        not callable, or it is by value and the index has no global order.
+    """
+
+    def __init__(
+        self, name: str, difficulty: ArrayLike | DifficultyIndex, pacing: Pacing
+    ):
+        self.name = name
+        self.values = _check_difficulty(name, difficulty)
+        self._index = difficulty if isinstance(difficulty, DifficultyIndex) else None
+        check_pacing(pacing)
+        self.pacing = pacing
+        if isinstance(pacing, ByValue) and not self._is_sorted_by_all:
+            raise ValueError(
+                f"`pacing` of `{name}` is a `ByValue`, but its index has "
+                "`sorted_by='process'`, which defines no values. Write the index with "
+                "`sorted_by='all'`, or pace by a share."
+            )
+
+    @property
+    def _is_sorted_by_all(self) -> bool:
+        return self._index is None or self._index.sorted_by == "all"
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that identify the difficulties and the pacing function."""
+        pacing = "\n".join(pacing_name(self.pacing))
+        return digest(_canonical_bytes(self.values), pacing.encode())
+
+    def sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
+        """Returns the sorted difficulties of the kept examples, all if None."""
+        if (order := self._known_order(is_kept)) is not None:
+            return self.values[order]
+        return np.sort(self.values if is_kept is None else self.values[is_kept])
+
+    def ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ranks of all examples, and the sorted difficulties as above.
+
+        The rank of an example is the number of kept examples that are at most as
+        difficult, `[N]` unsigned integers. It is 0 if the example is not kept.
+        """
+        return self._all_ranks if is_kept is None else self._ranks(is_kept)
+
+    @functools.cached_property
+    def _all_ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        # Packed rows and the pace both need them.
+        return self._ranks(None)
+
+    def _ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        order = self._known_order(is_kept)
+        if order is None:
+            order = np.argsort(self.values)
+            order = order if is_kept is None else order[is_kept[order]]
+        values = self.values[order]
+        is_last = np.append(values[1:] != values[:-1], True)
+        ends = np.flatnonzero(is_last) + 1
+        dtype = np.uint32 if len(self.values) < 2**32 else np.int64
+        ranks = np.zeros(len(self.values), dtype)
+        ranks[order] = np.repeat(ends.astype(dtype), np.diff(ends, prepend=0))
+        return ranks, values
+
+    def _known_order(self, is_kept: np.ndarray | None) -> np.ndarray | None:
+        """Returns the kept examples in the order that an index holds already."""
+        if self._index is None or not self._is_sorted_by_all:
+            return None
+        examples = self._index.examples
+        return examples if is_kept is None else examples[is_kept[examples]]
+
+
+def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
+    if isinstance(difficulty, DifficultyIndex):
+        # Without a global order, the position in the index defines the difficulty.
+        is_global = difficulty.sorted_by == "all"
+        return difficulty.difficulty if is_global else difficulty.ranks()
+    try:
+        array = np.asarray(difficulty)
+    except ValueError:
+        raise ValueError(
+            f"`{name}` is ragged. Pass one number for each example, [N]."
+        ) from None
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number for each "
+            "example, [N]."
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        bad = int(np.argmin(np.isfinite(array)))
+        raise ValueError(
+            f"`{name}[{bad}]={array[bad]}` is not finite. Pass a finite number or "
+            "leave the example out."
+        )
+    return array
+
+
+def _canonical_bytes(difficulty: np.ndarray) -> bytes | memoryview:
+    """Returns bytes that depend on the values but not on their dtype."""
+    as_floats = np.ascontiguousarray(difficulty, "<f8")
+    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _MAX_EXACT_FLOAT):
+        # Some of these integers have no exact float.
+        return "\n".join(map(str, difficulty.tolist())).encode()
+    return as_floats.data

@@ -1,0 +1,150 @@
+"""Pacing functions by epochs, steps and tokens, and their fingerprints."""
+
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
+from jaxbucket.schedule import CyclicPacing, LinearPacing, RootPacing, StepPacing
+from jaxbucket.schedule.pace import Pace
+
+
+class Counted:
+    """A pacing function that opens one example more in every step."""
+
+    def __init__(self, size: int, unit: str):
+        self.size = size
+        self.unit = unit
+
+    def __call__(self, progress):
+        assert self.unit != "steps" or isinstance(progress, int)
+        return min(self.size, progress + 1) / self.size
+
+
+class Falling(Counted):
+    def __call__(self, progress):
+        return 1 - progress
+
+
+def schedule_of(pacing, **options) -> BatchSchedule:
+    lengths = np.random.default_rng(0).integers(1, 100, 600)
+    plan = plan_buckets(lengths, max_tokens=800, num_buckets=3)
+    order = Curriculum(np.arange(600), pacing, replacement=True)
+    return BatchSchedule(plan, lengths, order=order, **options)
+
+
+@pytest.mark.parametrize("group", ["same", "mixed"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: CyclicPacing(x, 400)])
+def test_steps_are_steps_of_the_schedule(group, accumulate, wrap):
+    pacing = wrap(Counted(600, "steps"))
+    schedule = schedule_of(pacing, accumulate=accumulate, group=group)
+    assert len(schedule) < 300
+    for step in (0, 1, 7, len(schedule) - 1, len(schedule), 399, 400, 10**7):
+        num_open = min(step % 400 if pacing.__class__ is CyclicPacing else step, 599)
+        rows = np.concatenate([x.rows for x in schedule.micro_batches(step)])
+        assert rows.max() <= num_open
+
+
+@pytest.mark.parametrize("size", [7, 600, 1000, 4099])
+def test_a_share_by_steps_opens_exactly_as_many_examples(size):
+    rows = schedule_of(LinearPacing())._rows
+    for pacing in (Counted(size, "steps"), LinearPacing(start=0, steps=size)):
+        pace = Pace(pacing, np.arange(1, size + 1), rows)
+        first = rows.num_batches
+        for step in range(first, first + size + 2):
+            done = step + 1 if isinstance(pacing, Counted) else step
+            assert pace.count(*divmod(step, first)) == min(done, size)
+
+
+@pytest.mark.parametrize("step", [10**7 - 1, 10**7, 10**7 + 1])
+def test_steps_are_exact_after_many_steps(step):
+    # A float number of epochs would be off by some steps.
+    schedule = schedule_of(StepPacing((0, 1), steps=(10**7,)))
+    assert (schedule[step].rows.max() > 0) == (step >= 10**7)
+    linear = LinearPacing(start=0, steps=2 * 10**7)
+    share = Fraction(linear(step))
+    assert abs(share - Fraction(step, 2 * 10**7)) < 1e-15
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_tokens_are_real_tokens_of_the_mean_step(accumulate):
+    options = {"accumulate": accumulate, "group": "mixed"}
+    report = BatchSchedule(
+        schedule_of(LinearPacing()).plan, schedule_of(LinearPacing()).lengths, **options
+    ).report()
+    tokens = report.real_tokens
+    assert tokens == schedule_of(LinearPacing()).lengths.sum()
+    # All examples open after one and a half epochs.
+    schedule = schedule_of(StepPacing((0, 1), tokens=(1.5 * tokens,)), **options)
+    first = math.ceil(1.5 * len(schedule))
+    for step in range(first - 3, first + 3):
+        micro = schedule.micro_batches(step)
+        largest = max(x.rows.max() for x in micro)
+        assert (largest > 0) == (step >= first)
+
+
+def test_units_exclude_each_other():
+    assert LinearPacing() == LinearPacing(epochs=1.0) == LinearPacing(0.1, 1.0)
+    assert LinearPacing(steps=10).unit == "steps"
+    assert StepPacing((0, 1), tokens=[1e9]).unit == "tokens"
+    assert CyclicPacing(LinearPacing(tokens=5), every=9).unit == "tokens"
+    assert repr(LinearPacing(steps=10)) == "LinearPacing(start=0.1, steps=10)"
+    assert repr(RootPacing()) == "RootPacing(start=0.1, epochs=1.0, degree=2.0)"
+    pacing = CyclicPacing(StepPacing((0, 1), steps=(3,)), every=5)
+    assert pickle.loads(pickle.dumps(pacing)) == pacing
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: LinearPacing(epochs=1, steps=5),
+            "`epochs=1` and `steps=5` exclude each other. Pass one of `epochs`",
+        ),
+        (lambda: RootPacing(epochs=0, tokens=5), "`epochs=0` and `tokens=5` exclude"),
+        (lambda: StepPacing((0, 1), (1,), steps=(1,)), r"`epochs=\(1,\)` and `steps="),
+        (lambda: LinearPacing(steps=0), "`steps=0` must be positive and finite"),
+        (lambda: RootPacing(tokens=math.inf), "`tokens=inf` must be positive"),
+        (lambda: StepPacing((0, 1)), "has no times at which the share changes. Pass"),
+        (lambda: StepPacing((0, 1), steps=(-1,)), r"`steps=\(-1,\)` must be positive"),
+        (lambda: StepPacing((1,), tokens=(1,)), "1 entries for 1 in `tokens`"),
+        (
+            lambda: CyclicPacing(LinearPacing(steps=5)),
+            "`every` is missing, and `pacing=LinearPacing.*` counts steps. Pass the nu",
+        ),
+        (
+            lambda: Curriculum([1], Counted(1, "hours")),
+            "`pacing.unit='hours'` is unknown. Set it to 'epochs', 'steps' or 'tokens'",
+        ),
+    ],
+)
+def test_invalid_times_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_fingerprints_depend_on_the_unit():
+    orders = [
+        *(LinearPacing(0.1, 5), LinearPacing(0.1, steps=5), LinearPacing(tokens=5)),
+        *(StepPacing((0, 1), (5,)), StepPacing((0, 1), steps=(5,))),
+        CyclicPacing(LinearPacing(0.1, 5), 9),
+        CyclicPacing(LinearPacing(0.1, steps=5), 9),
+        *(Counted(9, unit) for unit in ("epochs", "steps", "tokens")),
+        # Functions that differ late, or in a single step of a long run.
+        *(Counted(size, "steps") for size in (10**6, 10**6 + 10**5)),
+    ]
+    assert len({str(Curriculum([1, 2], x)) for x in orders}) == len(orders)
+    assert str(Curriculum([1, 2], Counted(9, "steps"))) == str(
+        Curriculum([1, 2], Counted(9, "steps"))
+    )
+
+
+def test_a_share_is_checked_at_every_step():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    order = Curriculum([1, 2], Falling(4, "steps"), replacement=True)
+    with pytest.raises(ValueError, match=r"`pacing\(2\)` returned -1. Return a share"):
+        BatchSchedule(plan, [3, 4], order=order)[2]

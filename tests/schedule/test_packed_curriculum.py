@@ -1,0 +1,201 @@
+"""Curricula of packed rows: easy examples share rows, and rows open as a whole."""
+
+import hashlib
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum
+from jaxbucket.packing import pack
+from jaxbucket.schedule import ByValue, CyclicPacing, LinearPacing, StepPacing
+
+SIZE = 400
+LENGTHS = np.random.default_rng(0).integers(1, 60, SIZE)
+PACKING = pack(LENGTHS, (32, 64))
+PLAN = BucketPlan((Bucket(4, 32), Bucket(2, 64)), max_tokens=128)
+METRICS = {
+    "noise": np.random.default_rng(1).normal(size=SIZE),
+    "level": np.random.default_rng(2).integers(0, 5, SIZE),
+}
+PACINGS = {
+    "linear": LinearPacing(0.3, steps=120),
+    "steps": StepPacing((0.5, 1), steps=(40,)),
+    "cycles": CyclicPacing(LinearPacing(0.4, epochs=0.3), every=0.4),
+    "value": ByValue(LinearPacing(0.2, steps=60), low=-2, high=2),
+}
+
+
+def build(*names: str, **options) -> BatchSchedule:
+    metrics = dict(zip(METRICS, names, strict=False))
+    order = Curriculum(
+        {name: METRICS[name] for name in metrics},
+        {name: PACINGS[pacing] for name, pacing in metrics.items()},
+    )
+    return BatchSchedule(PLAN, LENGTHS, packing=PACKING, order=order, **options)
+
+
+def is_open(schedule: BatchSchedule, epoch: int, position: int) -> np.ndarray:
+    """Returns whether each example is open, by the definition."""
+    size = len(schedule)
+    result = np.ones(SIZE, bool)
+    for name, values in schedule.order.difficulty.items():
+        pacing = schedule.order.pacing[name]
+        by_epoch = pacing.unit == "epochs"
+        done = epoch + position / size if by_epoch else epoch * size + position
+        limit = pacing(done)
+        if not isinstance(pacing, ByValue):
+            count = math.ceil(round(limit, 9) * SIZE - 1e-6)
+            limit = np.sort(values)[max(count, 1) - 1]
+        result &= values <= limit
+    return result
+
+
+def examples(row: np.ndarray) -> tuple[int, ...]:
+    return tuple(row[row >= 0].tolist())
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("cycles", "linear"),
+        *(
+            pytest.param(names, marks=pytest.mark.exhaustive)
+            for names in [
+                ("linear",),
+                ("value", "steps"),
+                ("value",),
+                ("steps", "cycles"),
+            ]
+        ),
+    ],
+    ids="-".join,
+)
+def test_open_rows_are_drawn_first_and_each_example_once(names):
+    schedule = build(*names)
+    size = len(schedule)
+    sizes = {bucket: bucket.batch_size for bucket in PLAN.buckets}
+    for epoch in range(3):
+        batches = [schedule[epoch * size + x] for x in range(size)]
+        left = {bucket: set() for bucket in sizes}
+        for batch in batches:
+            left[batch.bucket] |= {examples(row) for row in batch.rows} - {()}
+        rows = [row for part in left.values() for row in part]
+        assert sorted(i for row in rows for i in row) == list(range(SIZE))
+        # The rows are those of the packing.
+        patterns = sorted(sorted(LENGTHS[list(row)].tolist()) for row in rows)
+        assert patterns == sorted(
+            sorted(PACKING.slots(row).tolist()) for row in range(PACKING.num_rows)
+        )
+        for position, batch in enumerate(batches):
+            now = is_open(schedule, epoch, position)
+            opened = {k: {r for r in x if now[list(r)].all()} for k, x in left.items()}
+            need = {k: min(sizes[k], len(rest)) for k, rest in left.items() if rest}
+            drawn = {examples(row) for row in batch.rows} - {()}
+            assert len(drawn) == need[batch.bucket]
+            can_fill = {k for k in need if len(opened[k]) >= need[k]}
+            if can_fill:
+                assert batch.bucket in can_fill and drawn <= opened[batch.bucket]
+            else:
+                assert opened[batch.bucket] <= drawn <= left[batch.bucket]
+            left[batch.bucket] -= drawn
+
+
+@pytest.mark.parametrize("names", [("linear",), ("cycles", "linear")], ids="-".join)
+def test_any_step_is_the_same_after_a_restart(names):
+    schedule = build(*names)
+    steps = np.random.default_rng(0).permutation(3 * len(schedule))[:20].tolist()
+    ahead = {step: schedule[step] for step in sorted(steps)}
+    for again in (build(*names), pickle.loads(pickle.dumps(schedule))):
+        for step in steps:
+            assert again[step].bucket == ahead[step].bucket
+            np.testing.assert_array_equal(again[step].rows, ahead[step].rows)
+
+
+# If a digest changes, runs that were started before the change cannot resume.
+GOLDEN = {("linear",): "506d6d8b8c4a824b", ("cycles", "linear"): "73656f0fbe003c31"}
+
+
+@pytest.mark.parametrize("names", GOLDEN, ids="-".join)
+def test_batches_match_the_golden_digests(names):
+    index = np.arange(SIZE)
+    lengths = index * 7919 % 59 + 1
+    values = dict(zip("ab", (index * 31 % 97, index * 17 % 101), strict=True))
+    metrics = dict(zip(values, names, strict=False))
+    pacing = {key: PACINGS[name] for key, name in metrics.items()}
+    order = Curriculum({key: values[key] for key in metrics}, pacing)
+    packing = pack(lengths, (32, 64))
+    schedule = BatchSchedule(PLAN, lengths, packing=packing, order=order, seed=2024)
+    state = hashlib.blake2b(digest_size=8)
+    for step in range(2 * len(schedule)):
+        batch = schedule[step]
+        state.update(f"{batch.bucket} {batch.rows.tolist()}\n".encode())
+    assert state.hexdigest() == GOLDEN[names]
+
+
+def test_micro_batches_are_those_of_larger_batches():
+    order = Curriculum(METRICS["noise"], PACINGS["linear"])
+    options = {"packing": PACKING, "order": order, "accumulate": 2}
+    schedule = BatchSchedule(PLAN, LENGTHS, **options)
+    for epoch in range(2):
+        steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
+        rows = np.concatenate([x.rows.ravel() for s in steps for x in schedule[s]])
+        np.testing.assert_array_equal(np.sort(rows[rows >= 0]), np.arange(SIZE))
+    report = schedule.report()
+    assert report.packed_examples == SIZE
+    assert report.real_tokens == LENGTHS.sum()
+
+
+def neighbors(schedule: BatchSchedule, epoch: int) -> set[frozenset[int]]:
+    steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
+    rows = [frozenset(examples(row)) for s in steps for row in schedule[s].rows]
+    return {row for row in rows if len(row) > 1}
+
+
+def test_easy_examples_share_rows_that_are_new_in_every_epoch():
+    lengths = np.random.default_rng(3).integers(1, 9, 4000)
+    packing = pack(lengths, 32)
+    plan = BucketPlan((Bucket(8, 32),), max_tokens=256)
+    noise = np.random.default_rng(4).normal(size=4000)
+    levels = np.arange(4000) % 2
+    for values, least in ((noise, 0.3), (levels, 0.9)):
+        order = Curriculum(values, LinearPacing(0.5))
+        schedule = BatchSchedule(plan, lengths, packing=packing, order=order)
+        seen = [neighbors(schedule, epoch) for epoch in range(2)]
+        # Within a row, examples differ much less than in the whole source.
+        spread = np.mean([np.var(values[list(row)]) for row in seen[0]])
+        assert spread < 0.1 * np.var(values)
+        assert len(seen[0] & seen[1]) <= 0.01 * len(seen[0])
+        # Half of the examples open most of the rows that they would fill.
+        easy = np.median(values)
+        rows = [values[list(row)].max() <= easy for row in seen[0]]
+        assert np.mean(rows) > least * np.mean(values <= easy)
+
+
+def test_rows_of_several_sequences():
+    rng = np.random.default_rng(5)
+    lengths = {"a": rng.integers(1, 9, 200), "b": rng.integers(1, 5, 200)}
+    packing = pack(lengths, {"a": 16, "b": 8})
+    plan = BucketPlan.from_shapes([(4, {"a": 16, "b": 8})])
+    values = rng.normal(size=200)
+    order = Curriculum(values, LinearPacing(0.2))
+    schedule = BatchSchedule(plan, lengths, packing=packing, order=order)
+    rows = np.concatenate([batch.rows for batch in schedule])
+    np.testing.assert_array_equal(np.sort(rows[rows >= 0]), np.arange(200))
+    for row in rows:
+        own = list(examples(row))
+        assert lengths["a"][own].sum() <= 16 and lengths["b"][own].sum() <= 8
+    hardest = [values[list(examples(row))].max() for row in rows if examples(row)]
+    assert np.mean(hardest[: len(hardest) // 4]) < np.mean(hardest)
+    assert (
+        schedule.fingerprint
+        != BatchSchedule(plan, lengths, packing=packing).fingerprint
+    )
+
+
+def test_draws_with_replacement_are_refused():
+    order = Curriculum(METRICS["noise"], replacement=True)
+    message = "with `replacement=True`, which draws single .* Set `replacement=False`"
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(PLAN, LENGTHS, packing=PACKING, order=order)

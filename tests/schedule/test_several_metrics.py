@@ -1,0 +1,483 @@
+"""Curricula by several metrics and by value, against oracles in plain numpy."""
+
+import math
+import pickle
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
+from jaxbucket.base.batch import RowShard
+from jaxbucket.schedule import (
+    ByValue,
+    CyclicPacing,
+    LinearPacing,
+    RootPacing,
+    StepPacing,
+)
+from jaxbucket.schedule.metric import Metric
+from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.paced_runs import SeveralMetrics, chains
+from jaxbucket.schedule.pacing import pacing_unit
+
+# Each opens examples by one metric; in a case, every metric has its own.
+PACINGS = {
+    "linear": LinearPacing(0.2, epochs=1.5),
+    "root": RootPacing(0.1, steps=60),
+    "steps": StepPacing((0.1, 0.5, 1), steps=(10, 35)),
+    "tokens": LinearPacing(0.3, tokens=9000),
+    "cycles": CyclicPacing(LinearPacing(0.2, steps=11), every=17),
+    "wave": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
+    "value": ByValue(LinearPacing(0, steps=50), low=2, high=90, multiple=8),
+    "low value": ByValue(LinearPacing(0, epochs=2), low=-5, high=40),
+}
+CASES = [
+    ("linear", "root", "tokens"),
+    ("cycles", "linear"),
+    ("value", "wave", "cycles"),
+    ("low value", "steps"),
+    ("cycles", "cycles"),
+    ("low value",),
+    ("value",),
+]
+QUICK = [("value", "wave", "cycles")]
+# The others are exhaustive tests.
+MARKED_CASES = [
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.exhaustive)
+    for case in CASES
+]
+
+
+def problem(seed=0, size=200):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 100, size)
+    plan = plan_buckets(lengths, max_tokens=600, num_buckets=3, batch_size_multiple=2)
+    metrics = {
+        "length": lengths,
+        "noise": rng.normal(size=size) * 50,
+        "level": rng.integers(0, 4, size).astype(np.uint8),
+    }
+    return plan, lengths, metrics
+
+
+def build(case, replacement=False, **options) -> BatchSchedule:
+    plan, lengths, metrics = problem()
+    names = list(metrics)[: len(case)]
+    order = Curriculum(
+        {name: metrics[name] for name in names},
+        {name: PACINGS[p] for name, p in zip(names, case, strict=True)},
+        replacement=replacement,
+    )
+    return BatchSchedule(plan, lengths, order=order, **options)
+
+
+def progress_at(schedule: BatchSchedule, unit: str, step: int) -> float:
+    tokens = BatchSchedule(schedule.plan, schedule.lengths).report().real_tokens
+    size = len(schedule)
+    epoch, position = divmod(step, size)
+    return {
+        "epochs": epoch + position / size,
+        "steps": step,
+        "tokens": step * tokens / size,
+    }[unit]
+
+
+def is_open(schedule: BatchSchedule, step: int) -> np.ndarray:
+    """Returns whether each example is open, `[N]` bool, by the definition."""
+    result = np.ones(len(schedule.lengths), bool)
+    order = schedule.order
+    for name, values in order.difficulty.items():
+        pacing = order.pacing[name]
+        done = progress_at(schedule, pacing_unit(pacing), step)
+        if isinstance(pacing, ByValue):
+            share = pacing.pacing(done)
+            limit = pacing.low + (pacing.high - pacing.low) * share + 1e-9
+            if pacing.multiple:
+                limit = math.floor(limit / pacing.multiple) * pacing.multiple
+        else:
+            count = math.ceil(round(pacing(done), 9) * len(values) - 1e-6)
+            limit = np.sort(values)[max(count, 1) - 1]
+        result &= values <= limit
+    return result
+
+
+@pytest.mark.parametrize("case", MARKED_CASES, ids="-".join)
+def test_open_examples_are_drawn_first_and_each_example_once(case):
+    schedule = build(case)
+    lengths, size = schedule.lengths, len(schedule)
+    sizes = {bucket: bucket.batch_size for bucket in schedule.plan.buckets}
+    for epoch in range(3):
+        batches = [schedule[epoch * size + x] for x in range(size)]
+        left = {
+            bucket: {i for b in batches if b.bucket == bucket for i in b.rows.tolist()}
+            - {-1}
+            for bucket in sizes
+        }
+        assert sorted(set().union(*left.values())) == list(range(len(lengths)))
+        for position, batch in enumerate(batches):
+            open_now = is_open(schedule, epoch * size + position)
+            drawn = set(batch.rows.tolist()) - {-1}
+            assert drawn <= left[batch.bucket]
+            need = {k: min(sizes[k], len(rest)) for k, rest in left.items() if rest}
+            can_fill = {k: sum(open_now[i] for i in left[k]) >= need[k] for k in need}
+            assert len(drawn) == need[batch.bucket]
+            if any(can_fill.values()):
+                assert can_fill[batch.bucket] and open_now[list(drawn)].all()
+            else:
+                # All of its open examples come, completed by others.
+                assert {i for i in left[batch.bucket] if open_now[i]} <= drawn
+            left[batch.bucket] -= drawn
+        assert not any(left.values())
+
+
+def test_a_batch_is_completed_by_the_examples_that_open_next():
+    rng = np.random.default_rng(5)
+    values = {name: rng.permutation(60) for name in "ab"}
+    plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
+    # The metrics take turns, so that their ranks alone do not tell which opens next.
+    pacing = {
+        "a": StepPacing((0.1, 0.5, 0.7, 1), steps=(25, 60, 70)),
+        "b": StepPacing((0.1, 0.3, 1), steps=(30, 50)),
+    }
+    schedule = BatchSchedule(plan, [8] * 60, order=Curriculum(values, pacing))
+    opens = np.full(60, 1000)
+    for step in reversed(range(100)):
+        opens[is_open(schedule, step)] = step
+    for epoch in range(2):
+        batches = [schedule[15 * epoch + x].rows for x in range(15)]
+        left = set(range(60))
+        for position, rows in enumerate(batches):
+            now = 15 * epoch + position
+            # Beyond this epoch, batches are looked at an eighth of the distance apart.
+            slack = (opens[rows].max() - 15 * (epoch + 1)) / 8 + 1
+            next_ones = sorted(max(opens[i], now) for i in left)[:4]
+            assert max(opens[rows].max(), now) <= next_ones[-1] + max(slack, 0)
+            left -= set(rows.tolist())
+
+
+@pytest.mark.parametrize("case", MARKED_CASES[:5], ids="-".join)
+def test_draws_with_replacement_come_from_all_open_examples(case):
+    schedule = build(case, replacement=True)
+    rng = np.random.default_rng(0)
+    for step in rng.permutation(3 * len(schedule))[:40].tolist():
+        open_now = is_open(schedule, step)
+        batch = schedule[step]
+        assert batch.rows.min() >= 0
+        if open_now.any():
+            assert open_now[batch.rows].all()
+        epoch, position = divmod(step, len(schedule))
+        counts, examples = schedule._epochs._open_examples.at(epoch, position)
+        if open_now.any():
+            found = [own[:n] for n, own in zip(counts, examples, strict=True)]
+            np.testing.assert_array_equal(
+                np.sort(np.concatenate(found)), np.flatnonzero(open_now)
+            )
+        else:
+            assert sum(counts)
+
+
+def test_draws_with_replacement_are_uniform():
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(1, 100, 300)
+    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
+    values = {name: rng.permutation(300) for name in "ab"}
+    order = Curriculum(values, lambda epochs: 0.6, replacement=True)
+    schedule = BatchSchedule(plan, lengths, order=order)
+    counts = np.zeros(300, int)
+    for step in range(1000):
+        np.add.at(counts, schedule[step].rows, 1)
+    is_easy = (values["a"] < 180) & (values["b"] < 180)
+    assert np.all(counts[~is_easy] == 0)
+    mean = counts[is_easy].mean()
+    assert mean > 50
+    assert np.all(abs(counts[is_easy] - mean) < 6 * np.sqrt(mean) + 0.02 * mean)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "group": "mixed"}])
+def test_a_new_schedule_returns_the_same_batch_for_any_step(replacement, options):
+    first = build(CASES[2], replacement, **options)
+    steps = np.random.default_rng(0).permutation(3 * len(first))[:25].tolist()
+    ahead = {step: first.micro_batches(step) for step in sorted(steps)}
+    again = build(CASES[2], replacement, **options)
+    for step in steps:
+        for one, other in zip(ahead[step], again.micro_batches(step), strict=True):
+            assert one.bucket == other.bucket
+            np.testing.assert_array_equal(one.rows, other.rows)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
+def test_hosts_read_the_rows_of_the_schedule(num_hosts):
+    lengths = np.random.default_rng(0).integers(1, 9, 200)
+    plan = BucketPlan((Bucket(48, 4), Bucket(24, 8)), max_tokens=192)
+    values = {"length": lengths, "index": np.arange(200)}
+    source = [{"x": np.full(n, i)} for i, n in enumerate(lengths)]
+    pacing = {"length": PACINGS["linear"], "index": CyclicPacing(LinearPacing(), 0.5)}
+    # Each host has its own schedule.
+    schedules = [
+        BatchSchedule(plan, lengths, order=Curriculum(values, pacing))
+        for _ in range(num_hosts)
+    ]
+    hosts = [
+        jb.batch_dataset(source, x, shard=RowShard((host,), num_hosts))
+        for host, x in enumerate(schedules)
+    ]
+    for step in range(2 * len(schedules[0])):
+        parts = [host[step].features["x"][:, 0] for host in hosts]
+        rows = schedules[0][step].rows
+        np.testing.assert_array_equal(np.concatenate(parts), np.maximum(rows, 0))
+
+
+def test_a_schedule_is_sent_to_workers():
+    plan, lengths, metrics = problem()
+    for replacement in (False, True):
+        order = Curriculum(metrics, LinearPacing(steps=40), replacement=replacement)
+        schedule = BatchSchedule(plan, lengths, order=order)
+        before = schedule[30].rows
+        sent = pickle.loads(pickle.dumps(schedule))
+        np.testing.assert_array_equal(sent[30].rows, before)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("pacing", ["cycles", "wave", "value", "low value"])
+def test_a_mapping_of_one_metric_equals_the_plain_form(replacement, pacing):
+    plan, lengths, metrics = problem()
+    pacing = PACINGS[pacing]
+    plain = Curriculum(metrics["noise"], pacing, replacement=replacement)
+    mapped = Curriculum(
+        {"noise": metrics["noise"]}, {"noise": pacing}, replacement=replacement
+    )
+    one, other = (BatchSchedule(plan, lengths, order=x) for x in (plain, mapped))
+    assert one.fingerprint == other.fingerprint
+    for step in range(2 * len(one)):
+        np.testing.assert_array_equal(one[step].rows, other[step].rows)
+
+
+def test_equal_metrics_equal_one_metric():
+    plan, lengths, metrics = problem()
+    for pacing in (PACINGS["cycles"], PACINGS["root"]):
+        one = BatchSchedule(plan, lengths, order=Curriculum(metrics["level"], pacing))
+        pair = Curriculum(dict.fromkeys("ab", metrics["level"]), pacing)
+        both = BatchSchedule(plan, lengths, order=pair)
+        for step in range(2 * len(one)):
+            np.testing.assert_array_equal(one[step].rows, both[step].rows)
+
+
+def test_dropped_examples_do_not_count():
+    plan, lengths, metrics = problem()
+    short = plan_buckets(lengths, max_tokens=600, max_seq_len=50, overlong="drop")
+    kept = lengths <= 50
+    ids = np.flatnonzero(kept)
+    pacing = {"length": PACINGS["linear"], "noise": PACINGS["root"]}
+    names = {name: metrics[name] for name in pacing}
+    subset = {name: values[kept] for name, values in names.items()}
+    one = BatchSchedule(short, lengths, order=Curriculum(names, pacing))
+    other = BatchSchedule(short, lengths[kept], order=Curriculum(subset, pacing))
+    for step in range(2 * len(one)):
+        rows = other[step].rows
+        np.testing.assert_array_equal(one[step].rows, np.where(rows < 0, -1, ids[rows]))
+
+
+def deepspeed_value(kind: str, step: int, config: dict) -> int:
+    """The difficulty at a step by DeepSpeed's `CurriculumScheduler`."""
+    if kind == "fixed_discrete":
+        for value, last in zip(config["difficulty"], config["max_step"], strict=False):
+            if step <= last:
+                return value
+        return config["difficulty"][-1]
+    low, high, total = config["min"], config["max"], config["total"]
+    if kind == "fixed_linear":
+        value = math.floor(Fraction(step * (high - low), total) + low)
+    else:
+        # The floor of an irrational number, by an exact integer root.
+        degree = config["degree"]
+        assert degree == 2
+        value = math.isqrt(step * (high - low) ** 2 // total) + low
+    value -= value % config["multiple"]
+    return min(value, high - high % config["multiple"])
+
+
+STEPS = [0, 1, 2, 333, 334, 624, 625, 9_999, 10_001, 10**7 - 1, 10**7, 10**7 + 1]
+
+
+@pytest.mark.parametrize("total", [3_000, 10**7])
+@pytest.mark.parametrize(
+    "kind", ["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
+)
+def test_open_sets_by_value_are_those_of_deepspeed(total, kind):
+    values = np.random.default_rng(1).integers(1, 2100, 500)
+    config = {"min": 8, "max": 2048, "total": total, "multiple": 8, "degree": 2}
+    config |= {"difficulty": [100, 300, 700], "max_step": [total // 3, total]}
+    pacing = {
+        "fixed_linear": ByValue(LinearPacing(0, steps=total), 8, 2048, multiple=8),
+        "fixed_root": ByValue(RootPacing(0, steps=total), 8, 2048, multiple=8),
+        # DeepSpeed's `max_step` is the last step of a difficulty.
+        "fixed_discrete": ByValue(
+            StepPacing((1 / 7, 3 / 7, 1), steps=(total // 3 + 1, total + 1)), 0, 700
+        ),
+        "custom": ByValue(Every100(), 0, 2048),
+    }[kind]
+    rows = BatchSchedule(BucketPlan((Bucket(2, 8),), max_tokens=16), [8] * 10)._rows
+    pace = Pace(pacing, np.sort(values), rows)
+    for step in {*STEPS, total // 2, total // 3, total - 1, total}:
+        value = min(step // 100, 2048)
+        if kind != "custom":
+            value = deepspeed_value(kind, step, config)
+        opened = pace.count(*divmod(step, rows.num_batches))
+        assert opened == np.count_nonzero(values <= value), step
+
+
+class Every100:
+    """A value that grows by one every 100 steps, as a share of 2048."""
+
+    unit = "steps"
+
+    def __call__(self, step):
+        return min(step // 100, 2048) / 2048
+
+
+class Percentile(LinearPacing):
+    """DeepSpeed's percentile at a step: from 10 to 100, by whole percents."""
+
+    def __call__(self, step):
+        assert isinstance(step, int)
+        return min(100, 10 + 90 * step // self.duration) / 100
+
+
+def test_open_sets_by_percentile_are_those_of_deepspeed():
+    values = np.random.default_rng(1).permutation(700)
+    rows = BatchSchedule(BucketPlan((Bucket(2, 8),), max_tokens=16), [8] * 10)._rows
+    pace = Pace(Percentile(steps=1234), np.sort(values), rows)
+    for step in (*range(0, 1300, 7), 10**7):
+        percentile = min(100, math.floor(Fraction(90 * step, 1234) + 10))
+        # Each percentile has 7 examples.
+        opened = pace.count(*divmod(step, rows.num_batches))
+        assert opened == 7 * percentile
+
+
+def test_intersections_are_those_of_deepspeed():
+    plan, lengths, metrics = problem()
+    pacing = {"length": PACINGS["value"], "level": PACINGS["steps"]}
+    order = Curriculum({name: metrics[name] for name in pacing}, pacing)
+    schedule = BatchSchedule(plan, lengths, order=order)
+    runs = SeveralMetrics(order._metrics, schedule._rows)
+    for epoch in range(2):
+        start = epoch * len(schedule)
+        for run in runs.of_epoch(epoch):
+            for position, limit in enumerate(run.limits, start):
+                np.testing.assert_array_equal(
+                    run.difficulty <= limit, is_open(schedule, position)
+                )
+            start += len(run.limits)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chains_are_as_long_as_possible(seed):
+    levels = np.random.default_rng(seed).integers(0, 4, (40, 2))
+    if seed == 0:
+        levels.sort(axis=0)
+
+    def is_chain(part):
+        pairs = [(a, b) for a in part for b in part]
+        return all(np.all(a <= b) or np.all(a >= b) for a, b in pairs)
+
+    ranges = list(chains(levels))
+    assert ranges[0][0] == 0 and ranges[-1][1] == len(levels)
+    assert len(ranges) == 1 or seed > 0
+    for (first, last), (start, _) in zip(ranges, ranges[1:], strict=False):
+        assert last == start
+        assert is_chain(levels[first:last]) and not is_chain(levels[first : last + 1])
+
+
+def test_ranks_count_ties_and_kept_examples():
+    values = np.array([5.0, 1, 5, 3, 9])
+    kept = np.array([True, True, True, False, True])
+    metric = Metric("difficulty", values, LinearPacing())
+    assert metric.ranks(None)[0].tolist() == [4, 1, 4, 2, 5]
+    assert metric.ranks(kept)[0].tolist() == [3, 1, 3, 0, 4]
+    assert metric.ranks(kept)[1].tolist() == [1, 5, 5, 9]
+
+
+def test_large_integers_are_compared_with_values_exactly():
+    metric = 2**60 + np.array([0, 1, 2, 3])
+    rows = BatchSchedule(BucketPlan((Bucket(2, 8),), max_tokens=16), [8] * 4)._rows
+    high = 2**60 + 2
+    pace = Pace(ByValue(StepPacing((0, 1), steps=(1,)), 5, high), metric, rows)
+    assert [pace.count(*divmod(step, rows.num_batches)) for step in (0, 1)] == [0, 3]
+
+
+def test_values_beyond_the_last_one_come_last():
+    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
+    values, pacing = np.arange(10), ByValue(LinearPacing(1), 0, 5)
+    schedule = BatchSchedule(plan, [8] * 10, order=Curriculum(values, pacing))
+    rows = np.concatenate([batch.rows for batch in schedule])
+    assert sorted(rows[:6]) == list(range(6)) and rows[6:].tolist() != [6, 7, 8]
+    np.testing.assert_array_equal(np.sort(rows), values)
+    order = Curriculum(values, pacing, replacement=True)
+    repeated = BatchSchedule(plan, [8] * 10, order=order)
+    assert max(repeated[step].rows.max() for step in range(60)) == 5
+
+
+def test_fingerprints_depend_on_each_metric():
+    values = {"a": np.arange(9), "b": np.arange(9)[::-1]}
+    a, b = LinearPacing(), LinearPacing(steps=5)
+    orders = [
+        *(Curriculum(values, {"a": x, "b": y}) for x, y in [(a, a), (a, b), (b, a)]),
+        Curriculum({"a": values["a"]}, a),
+        Curriculum(values["a"], ByValue(a, 0, 5)),
+        Curriculum(values["a"], ByValue(a, 0, 5, multiple=2)),
+        Curriculum(values["a"], ByValue(b, 0, 5)),
+    ]
+    assert len({str(order) for order in orders}) == len(orders)
+    swapped = Curriculum({"b": values["b"], "a": values["a"]}, {"a": a, "b": b})
+    assert str(swapped) == str(orders[1])
+    assert re.fullmatch("curriculum [0-9a-f]{16}", str(swapped))
+    assert "b, a of 9 examples" in repr(swapped)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Curriculum({}), "`difficulty` is an empty mapping. Pass at least"),
+        (
+            lambda: Curriculum({"a": [1], "b": [2]}, {"a": LinearPacing()}),
+            r"`pacing` has the keys \['a'\], but `difficulty` has \['a', 'b'\]",
+        ),
+        (
+            lambda: Curriculum([1], {"a": LinearPacing()}),  # pyright: ignore
+            r"`pacing` is a mapping with the keys \['a'\], but `difficulty` is not",
+        ),
+        (
+            lambda: Curriculum({"a": [1], "b": [math.nan]}),
+            r"`difficulty\['b'\]\[0\]=nan` is not finite",
+        ),
+        (
+            lambda: Curriculum({"a": [1]}, {"a": 3}),  # pyright: ignore
+            "`pacing=3` is not a function",
+        ),
+        (
+            lambda: jb.BatchSchedule(
+                BucketPlan((Bucket(2, 8),), max_tokens=16),
+                [8, 8],
+                order=Curriculum({"a": [1, 2], "b": [1, 2, 3]}),
+            ),
+            r"`difficulty\['b'\]` has 3 entries for 2 lengths",
+        ),
+        (
+            lambda: ByValue(LinearPacing(), 5, 3),
+            "`low=5` and `high=3` must be finite, and `low` must not exceed",
+        ),
+        (lambda: ByValue(LinearPacing(), 0, math.inf), "must be finite"),
+        (lambda: ByValue(LinearPacing(), 0, 1, 0), "`multiple=0` must be positive"),
+        (
+            lambda: CyclicPacing(ByValue(LinearPacing(), 0, 1)),
+            "is a `ByValue`, whose results are no shares. Put `ByValue` around",
+        ),
+    ],
+)
+def test_invalid_metrics_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
