@@ -18,7 +18,10 @@ ROOT = pathlib.Path(jaxbucket.__file__).parent
 PACKAGES = {
     "__main__": ({"cli"}, set()),
     "cli": (
-        {"data", "compile", "packing", "plan", "base"},
+        {
+            *("sharding", "sort", "data", "schedule", "packing", "compile", "plan"),
+            *("distributed", "base"),
+        },
         {"numpy", "click", "rich", "matplotlib"},
     ),
     "layers": ({"train", "optim"}, {"jax", "flax"}),

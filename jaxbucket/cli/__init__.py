@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from jaxbucket.cli.analyze import analyze
 from jaxbucket.cli.compare import compare
 from jaxbucket.cli.measure import measure
 from jaxbucket.cli.plan import plan
@@ -40,9 +41,10 @@ def main() -> None:
     """Plan batch shapes for training on variable-length data in JAX.
 
     Measure the lengths of your examples, compare different ways to batch them, and
-    write a plan of shapes (B, T) for your job.
+    write a plan of shapes (B, T) for your job. Sort your examples by difficulty for a
+    curriculum.
     """
 
 
-for _command in (measure, plan, compare, report, precompile):
+for _command in (measure, plan, compare, report, precompile, analyze):
     main.add_command(_command)

@@ -16,8 +16,10 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.data.collate import collate_rows
     from jaxbucket.data.concat_source import ConcatSource, concat_then_split
     from jaxbucket.data.joined_source import concatenate
+    from jaxbucket.data.lengths.accumulated import AccumulatedMetric
     from jaxbucket.data.lengths.difficulty import measure_difficulty
     from jaxbucket.data.lengths.measure import measure_lengths
+    from jaxbucket.data.lengths.rarity import token_rarity
     from jaxbucket.data.pipeline import batch_dataset
     from jaxbucket.data.token_file import TokenFile
     from jaxbucket.data.token_file_writer import write_token_file

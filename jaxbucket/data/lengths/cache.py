@@ -15,19 +15,21 @@ _REMEDY = "Delete the file to measure again."
 
 
 class ArrayFile(NamedTuple):
-    """A file with one value for each example `start <= index < stop`.
+    """A file with one value for each `start <= index < stop`.
 
     Attributes:
       path: path of the complete file.
-      start: index of the first example.
-      stop: index after the last example.
-      dtype: int32 for lengths, float32 for difficulties.
+      start: index of the first value, such as that of an example.
+      stop: index after the last value.
+      dtype: dtype of the values.
+      missing: the value of entries that are not measured yet.
     """
 
     path: pathlib.Path
     start: int
     stop: int
     dtype: np.dtype = np.dtype(np.int32)
+    missing: float = 0
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[np.ndarray]:
@@ -39,14 +41,8 @@ class ArrayFile(NamedTuple):
           ValueError: if the folder is not writable.
         """
         partial = self.path.with_suffix(".partial")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with writable_folder(self.path.parent):
             array = self._open_partial(partial)
-        except OSError as error:
-            raise ValueError(
-                f"`cache={str(self.path.parent)!r}` is not a writable folder: {error}. "
-                "Pass a different folder."
-            ) from None
         yield array
         array.flush()
         # A concurrent run of the same measurement may already have renamed the file.
@@ -69,8 +65,8 @@ class ArrayFile(NamedTuple):
                 # Writing to a memory map on a full disk would kill the process.
                 with draft.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)
-            if self.dtype.kind == "f":
-                array[:] = np.nan
+            if self.missing != 0:
+                array[:] = self.missing
                 # Without it a power loss could leave zeros, which are valid values.
                 array.flush()
             os.replace(draft, path)
@@ -101,19 +97,32 @@ class ArrayFile(NamedTuple):
                 f"{self.path} has {values.dtype}{list(values.shape)} instead of "
                 f"{self.dtype}[{size}]. {_REMEDY}"
             )
-        if not is_measured(values).all():
+        if not is_measured(values, self.missing).all():
             raise ValueError(f"{self.path} is incomplete. {_REMEDY}")
         return values
 
 
-def unmeasured(size: int, dtype: np.dtype) -> np.ndarray:
-    """Returns an array without a measured value, `[size]`: zeros, or NaN if floats."""
-    return np.full(size, np.nan if dtype.kind == "f" else 0, dtype)
+@contextlib.contextmanager
+def writable_folder(folder: pathlib.Path) -> Iterator[None]:
+    """Creates a folder, and raises a ValueError if files in it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"`cache={str(folder)!r}` is not a writable folder: {error}. Pass a "
+            "different folder."
+        ) from None
 
 
-def is_measured(values: np.ndarray) -> np.ndarray:
-    """Returns which entries hold a measured length or difficulty, `[n]` bool."""
-    return np.isfinite(values) if values.dtype.kind == "f" else values > 0
+def is_measured(values: np.ndarray, missing: float) -> np.ndarray:
+    """Returns which entries hold a measured value, `[n]` bool.
+
+    Args:
+      values: `[n]` integers or floats.
+      missing: the value of the other entries: NaN, or less than any measured value.
+    """
+    return np.isfinite(values) if values.dtype.kind == "f" else values > missing
 
 
 def share_of(size: int, index: int, count: int) -> tuple[int, int]:

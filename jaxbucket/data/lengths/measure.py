@@ -15,6 +15,7 @@ from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Sequences, example_length, listed_names
 from jaxbucket.data.lengths.cache import ArrayFile, join, share_of
 from jaxbucket.data.lengths.cache_key import CacheKey, file_keys
+from jaxbucket.data.lengths.parallel_pass import Workers
 from jaxbucket.data.lengths.quantities import LENGTH
 from jaxbucket.data.lengths.source_pass import (
     Functions,
@@ -24,6 +25,7 @@ from jaxbucket.data.lengths.source_pass import (
     num_examples,
     unnamed,
 )
+from jaxbucket.data.lengths.together import write_together
 from jaxbucket.data.sequence_axes import axis_labels, length_functions
 from jaxbucket.data.source import RowSource, Source, check_sequences
 
@@ -125,7 +127,9 @@ def measure_lengths(
         return source.lengths
     features = _features(length_fn, sequences)
     functions = _functions(length_fn, sequences, features)
-    measuring = SourcePass(source, functions, LENGTH, num_workers, progress)
+    quantities = dict.fromkeys(functions, LENGTH)
+    workers = Workers(num_workers, progress)
+    measuring = SourcePass(source, functions, quantities, workers)
     if cache is not None:
         keys = file_keys(
             source,
@@ -139,7 +143,8 @@ def measure_lengths(
             name: ArrayFile(pathlib.Path(cache) / f"lengths-{key}.npy", 0, size)
             for name, key in keys.items()
         }
-        _write_together(measuring, files, processes or SingleProcess())
+        group = processes or SingleProcess()
+        write_together("lengths", files, group, _shares, measuring.write, join)
         return unnamed({name: file.read() for name, file in files.items()})
     if processes is not None and processes.count > 1:
         raise ValueError(
@@ -194,42 +199,6 @@ def _functions(
     if length_fn is None:
         return by_features
     return {**by_features, **functions_by_name("length_fn", length_fn)}
-
-
-def _write_together(
-    measuring: SourcePass,
-    files: Mapping[str | None, ArrayFile],
-    group: ProcessGroup,
-) -> None:
-    """Measures the files that do not exist, each process its share of the examples."""
-    names = [f"{name} {file.path.name}" for name, file in files.items()]
-    replies = group.gather("comparing sources", " ".join(names))
-    if len(set(replies)) > 1:
-        raise ValueError(
-            f"The processes measure different sources: {replies}. Pass the same source "
-            "in every process."
-        )
-    # Checked once by all processes together: a file that appears later may be visible
-    # to some of them only.
-    exist = "".join(str(int(file.path.exists())) for file in files.values())
-    replies = zip(*group.gather("finding cached lengths", exist), strict=True)
-    missing = {
-        name: file
-        for (name, file), seen in zip(files.items(), replies, strict=True)
-        if "0" in seen
-    }
-    if not missing:
-        return
-    if group.count == 1:
-        measuring.write(missing)
-        return
-    shares = {name: _shares(file, group.count) for name, file in missing.items()}
-    measuring.write({name: parts[group.index] for name, parts in shares.items()})
-    group.gather("measuring lengths", "")
-    if group.index == 0:
-        for name, file in missing.items():
-            join(file, shares[name])
-    group.gather("joining lengths", "")
 
 
 def _shares(file: ArrayFile, count: int) -> list[ArrayFile]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from multiprocessing.process import BaseProcess
+from typing import Any, TypeAlias
 
 import cloudpickle
-import numpy as np
 
+from jaxbucket.base.checks import check_integer
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.data.lengths.cache import is_measured
 from jaxbucket.data.worker_exit import (
     MISSING_GUARD,
     exit_if_importing,
@@ -28,65 +29,75 @@ _CHUNK = 1024
 _AHEAD = 4
 
 
-_Span = tuple[int, int]
-_Measure = Callable[[int, int], np.ndarray]
+# `(start, stop)`, the examples `start <= index < stop`.
+Span: TypeAlias = tuple[int, int]
+_Measure: TypeAlias = Callable[[int, int], Any]
 
 
-def fill(
-    values: Sequence[np.ndarray],
-    first: int,
-    measure: _Measure,
-    num_workers: int,
-    progress: bool,
-    title: str,
-) -> None:
-    """Measures the missing entries of several arrays in place.
+def chunks(start: int, stop: int) -> list[Span]:
+    """Returns the spans that are measured as one unit, in order."""
+    return [(x, min(x + _CHUNK, stop)) for x in range(start, stop, _CHUNK)]
 
-    Args:
-      values: Q arrays `[n]` of measured values; 0 (lengths) or NaN (difficulties) if
-        missing.
-      first: index of the example that the first entries belong to.
-      measure: function from `(start, stop)` to the values of these examples, `[Q, n]`.
-      num_workers: number of worker processes; 0 measures in this process.
+
+@dataclasses.dataclass(frozen=True)
+class Workers:
+    """Processes that measure examples.
+
+    Attributes:
+      count: number of worker processes; 0 measures in this process.
       progress: whether to show a progress bar on a terminal.
-      title: title of the progress bar.
 
     Raises:
-      RuntimeError: if a worker process dies, or the main script has no
-        `if __name__ == "__main__":` guard.
+      ValueError: if `count` is not an integer from 0.
     """
-    size = len(values[0])
-    chunks = [slice(s, s + _CHUNK) for s in range(0, size, _CHUNK)]
-    missing = [
-        chunk
-        for chunk in chunks
-        if not all(is_measured(array[chunk]).all() for array in values)
-    ]
-    spans = [(first + x.start, first + min(x.stop, size)) for x in missing]
-    with progress_bar(progress) as bar:
-        task = bar.add_task(title, total=size)
-        bar.advance(task, size - sum(stop - start for start, stop in spans))
-        results = (
-            _in_workers(measure, spans, num_workers)
-            if num_workers
-            else ((span, measure(*span)) for span in spans)
-        )
-        for (start, stop), measured in results:
-            for array, new in zip(values, measured, strict=True):
-                array[start - first : stop - first] = new
-            bar.advance(task, stop - start)
+
+    count: int
+    progress: bool
+
+    def __post_init__(self):
+        count = check_integer("num_workers", self.count)
+        if count < 0:
+            raise ValueError(f"`num_workers={count}` must not be negative.")
+        object.__setattr__(self, "count", count)
+
+    def map(
+        self, measure: _Measure, spans: list[Span], size: int, title: str
+    ) -> Iterator[tuple[Span, Any]]:
+        """Yields each span and its result as soon as it is measured, in any order.
+
+        Args:
+          measure: function from `(start, stop)` to the result of these examples.
+          spans: the spans to measure.
+          size: number of examples, including those that were measured before.
+          title: title of the progress bar.
+
+        Raises:
+          RuntimeError: if a worker process dies, or the main script has no
+            `if __name__ == "__main__":` guard.
+        """
+        with progress_bar(self.progress) as bar:
+            task = bar.add_task(title, total=size)
+            bar.advance(task, size - sum(stop - start for start, stop in spans))
+            results = (
+                _in_workers(measure, spans, self.count)
+                if self.count
+                else ((span, measure(*span)) for span in spans)
+            )
+            for (start, stop), result in results:
+                yield (start, stop), result
+                bar.advance(task, stop - start)
 
 
 def _in_workers(
-    measure: _Measure, spans: list[_Span], num_workers: int
-) -> Iterator[tuple[_Span, np.ndarray]]:
+    measure: _Measure, spans: list[Span], num_workers: int
+) -> Iterator[tuple[Span, Any]]:
     """Yields each span and its values as soon as they are measured."""
     exit_if_importing()
     task = _dump(measure)
     # Spawned, because forking a process with jax threads can deadlock.
     pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _init_worker, (task,))
     pending = iter(spans)
-    running: dict[Future[np.ndarray], _Span] = {}
+    running: dict[Future[Any], Span] = {}
     workers: list[BaseProcess] = []
     try:
         while True:
@@ -132,7 +143,7 @@ def _init_worker(task: bytes) -> None:
     _task = task
 
 
-def _measure_span(span: _Span) -> np.ndarray:
+def _measure_span(span: Span) -> Any:
     try:
         return _load(_task)(*span)
     except SystemExit as error:

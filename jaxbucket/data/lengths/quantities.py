@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH
 
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+# Dtypes of difficulties, which are those of a difficulty index.
+DIFFICULTY_DTYPES = ("float32", "float64", "int32", "int64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Quantity:
       argument: the argument with the user's functions, which return such values.
       part: what has such a value, if an example has several.
       dtype: dtype of the measured values.
+      missing: the value of examples that are not measured yet. It is never valid.
       parse: function from an object to a valid number, or None if it is invalid.
       valid: the valid numbers, for messages.
       title: title of the progress bar.
@@ -33,6 +36,7 @@ class Quantity:
     argument: str
     part: str
     dtype: np.dtype
+    missing: float
     parse: Callable[[Any], float | None]
     valid: str
     title: str
@@ -68,12 +72,20 @@ def _parse_length(value: Any) -> int | None:
     return length if 1 <= length <= MAX_LENGTH else None
 
 
-def _parse_difficulty(value: Any) -> float | None:
+def _parse_float(largest: float, value: Any) -> float | None:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if abs(number) <= _MAX_FLOAT32 else None
+    return number if abs(number) <= largest else None
+
+
+def _parse_integer(largest: int, value: Any) -> int | None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if abs(number) <= largest else None
 
 
 LENGTH = Quantity(
@@ -81,16 +93,30 @@ LENGTH = Quantity(
     argument="length_fn",
     part="sequence",
     dtype=np.dtype(np.int32),
+    missing=0,
     parse=_parse_length,
     valid=f"an integer from 1 to {MAX_LENGTH}",
     title="Measuring lengths",
 )
-DIFFICULTY = Quantity(
-    noun="difficulty",
-    argument="difficulty_fn",
-    part="metric",
-    dtype=np.dtype(np.float32),
-    parse=_parse_difficulty,
-    valid="a finite 32-bit number",
-    title="Measuring difficulty",
-)
+
+
+def difficulty(dtype: np.dtype) -> Quantity:
+    """Returns the difficulty that is stored in one of the `DIFFICULTY_DTYPES`."""
+    if dtype.kind == "f":
+        missing, parse = math.nan, _parse_float
+        largest: float = float(np.finfo(dtype).max)
+        valid = f"a finite {8 * dtype.itemsize}-bit number"
+    else:
+        missing, parse = int(np.iinfo(dtype).min), _parse_integer
+        largest = int(np.iinfo(dtype).max)
+        valid = f"an integer from -{largest} to {largest}, as `dtype={dtype}` requires"
+    return Quantity(
+        noun="difficulty",
+        argument="difficulty_fn",
+        part="metric",
+        dtype=dtype,
+        missing=missing,
+        parse=functools.partial(parse, largest),
+        valid=valid,
+        title="Measuring difficulty",
+    )

@@ -11,16 +11,16 @@ from typing import Any, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 
-from jaxbucket.base.checks import check_integer
 from jaxbucket.base.process_group import ProcessGroup
-from jaxbucket.data.lengths.cache import ArrayFile, unmeasured
+from jaxbucket.data.lengths.cache import ArrayFile, is_measured
 from jaxbucket.data.lengths.cache_key import CacheKey
-from jaxbucket.data.lengths.parallel_pass import fill
+from jaxbucket.data.lengths.parallel_pass import Workers, chunks
 from jaxbucket.data.lengths.quantities import Quantity
 from jaxbucket.data.source import Source
 
 # The functions that measure an example, by name. A single one has the name None.
-Functions: TypeAlias = Mapping[str | None, Callable[[Any], Any]]
+Functions: TypeAlias = dict[str | None, Callable[..., Any]]
+Quantities: TypeAlias = Mapping[str | None, Quantity]
 Value = TypeVar("Value")
 
 
@@ -41,31 +41,22 @@ class SourcePass:
     Attributes:
       source: random-access source of examples.
       functions: functions from an example to its value, by name.
-      quantity: what the functions measure.
-      num_workers: number of worker processes; 0 measures in this process.
-      progress: whether to show a progress bar on a terminal.
-
-    Raises:
-      ValueError: if `num_workers` is not an integer from 0.
+      quantities: what each of the functions measures, by name.
+      workers: the processes that measure.
     """
 
     source: Source
     functions: Functions
-    quantity: Quantity
-    num_workers: int
-    progress: bool
-
-    def __post_init__(self):
-        workers = check_integer("num_workers", self.num_workers)
-        if workers < 0:
-            raise ValueError(f"`num_workers={workers}` must not be negative.")
-        object.__setattr__(self, "num_workers", workers)
+    quantities: Quantities
+    workers: Workers
 
     def values(self, start: int, stop: int) -> dict[str | None, np.ndarray]:
         """Returns the values `[n]` of the examples `start <= index < stop`, by name."""
-        dtype = self.quantity.dtype
-        values = {name: unmeasured(stop - start, dtype) for name in self.functions}
-        self._fill(values, start)
+        values = {
+            name: np.full(stop - start, quantity.missing, quantity.dtype)
+            for name, quantity in self.quantities.items()
+        }
+        self._fill(values, start, stop)
         return values
 
     def write(self, files: Mapping[str | None, ArrayFile]) -> None:
@@ -82,21 +73,30 @@ class SourcePass:
                 name: stack.enter_context(file.writing())
                 for name, file in missing.items()
             }
-            self._fill(values, next(iter(missing.values())).start)
+            _, start, stop, *_ = next(iter(missing.values()))
+            self._fill(values, start, stop)
 
-    def _fill(self, values: Mapping[str | None, np.ndarray], first: int) -> None:
+    def _fill(
+        self, values: Mapping[str | None, np.ndarray], start: int, stop: int
+    ) -> None:
+        """Measures the missing values of the examples `start <= index < stop`."""
         functions = {name: self.functions[name] for name in values}
-        measure = functools.partial(
-            _measure_span, self.source, functions, self.quantity
-        )
-        fill(
-            list(values.values()),
-            first,
-            measure,
-            self.num_workers,
-            self.progress,
-            self.quantity.title,
-        )
+        quantities = {name: self.quantities[name] for name in values}
+        measure = functools.partial(_measure_span, self.source, functions, quantities)
+        unmeasured = np.zeros(stop - start, bool)
+        for name, array in values.items():
+            unmeasured |= ~is_measured(array, quantities[name].missing)
+        spans = [
+            (first, last)
+            for first, last in chunks(start, stop)
+            if unmeasured[first - start : last - start].any()
+        ]
+        title = next(iter(quantities.values())).title
+        for (first, last), columns in self.workers.map(
+            measure, spans, stop - start, title
+        ):
+            for array, column in zip(values.values(), columns, strict=True):
+                array[first - start : last - start] = column
 
 
 def functions_by_name(argument: str, functions: Any) -> Functions:
@@ -146,26 +146,38 @@ def num_examples(source: Source) -> int:
 
 
 def _measure_span(
-    source: Source, functions: Functions, quantity: Quantity, start: int, stop: int
-) -> np.ndarray:
-    """Returns the values of the examples `start <= index < stop`.
+    source: Source, functions: Functions, quantities: Quantities, start: int, stop: int
+) -> list[np.ndarray]:
+    """Returns the values `[n]` of the examples `start <= index < stop`.
 
     Returns:
-      `[Q, n]`, with a row for each function.
+      An array for each function.
     """
-    values = (
-        quantity.checked(value, index, name)
-        for index in range(start, stop)
-        for name, value in _measure_one(source, index, functions, quantity)
-    )
-    size = (stop - start) * len(functions)
-    return np.fromiter(values, quantity.dtype, size).reshape(-1, len(functions)).T
+    columns: dict[str | None, list[float]] = {name: [] for name in functions}
+    where = next(iter(quantities.values())).where
+    for index in range(start, stop):
+        for name, value in measure_one(source, index, functions, where):
+            columns[name].append(quantities[name].checked(value, index, name))
+    return [np.array(x, quantities[name].dtype) for name, x in columns.items()]
 
 
-def _measure_one(
-    source: Source, index: int, functions: Functions, quantity: Quantity
+def measure_one(
+    source: Source,
+    index: int,
+    functions: Functions,
+    where: Callable[[int, str | None], str],
 ) -> list[tuple[str | None, Any]]:
-    """Returns the name of each function, and its value of one example."""
+    """Returns the name of each function, and its value of one example.
+
+    Args:
+      source: random-access source of examples.
+      index: the index of the example.
+      functions: functions of an example, by name.
+      where: function from the index and a name to the start of error messages.
+
+    Raises:
+      ValueError: if the example cannot be read, or a function raises.
+    """
     name = None
     values = []
     try:
@@ -173,10 +185,9 @@ def _measure_one(
         for name, function in functions.items():
             values.append((name, function(example)))
     except ValueError as error:
-        raise ValueError(f"{quantity.where(index, name)}: {error}") from error
+        raise ValueError(f"{where(index, name)}: {error}") from error
     except Exception as error:
         raise ValueError(
-            f"{quantity.where(index, name)} cannot be measured: "
-            f"{type(error).__name__}: {error}"
+            f"{where(index, name)} cannot be measured: {type(error).__name__}: {error}"
         ) from error
     return values
