@@ -126,11 +126,11 @@ class BlockSource(DerivedSource):
         index = self._checked(index)
         first, last = self.example_splits[index : index + 2].tolist()
         template, names = self._read(first)
-        examples = [template]
+        examples, axes = [template], {name: names[:1] for name in names}
         for example in range(first + 1, last):
             arrays, _ = self._read(example)
             try:
-                matching_arrays(arrays, template, names, example)
+                matching_arrays(arrays, template, axes, example)
             except ValueError as error:
                 raise ValueError(
                     f"`source[{example}]` cannot be joined with `source[{first}]`: "

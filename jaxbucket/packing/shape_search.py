@@ -238,15 +238,13 @@ class ShapeSearch:
 
     def _is_valid(self, shapes: tuple[Shape, ...]) -> bool:
         """Returns whether `pack` takes the shapes, and each fits the budget."""
+        if not shapes:
+            return False
         array = np.array(shapes, np.int64)
-        totals = array.sum(axis=1)
-        return (
-            len(shapes) > 0
-            and bool(np.all(np.diff(totals) > 0))
-            and bool(np.all(array[-1] >= array.max(axis=0)))
-            and bool(np.all(array[-1] >= self._least))
-            and bool(np.all(self._limits.batch_sizes(array) > 0))
-        )
+        is_longest = array[-1] >= np.maximum(array.max(axis=0), self._least)
+        is_increasing = np.diff(array.sum(axis=1)) > 0
+        fits = self._limits.batch_sizes(array) > 0
+        return bool(is_longest.all() and is_increasing.all() and fits.all())
 
     def _rounded(self, sizes: np.ndarray) -> Shape:
         multiples = self._limits.multiples

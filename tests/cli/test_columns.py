@@ -145,7 +145,7 @@ def test_plans_of_several_columns_are_drawn(files, columns):
         (["--boundaries", "quantile"], "`--boundaries quantile` requires examples wi"),
         (["--boundaries", "quantile"], "Call `jb.plan_buckets` with a list of mappin"),
         (["--shapes", "8x64"], "Call `jb.BucketPlan.from_shapes` with a mapping from"),
-        (["--pack", "auto"], "Call `jb.packing.pack` in Python, or remove `--pack au"),
+        (["--max-ratio", "source/x=3"], "`max_ratio` has the key 'source/x'. Pass two"),
         (["--width", 8], "Use `--cost-fn` with a function of B and a mapping from co"),
         (["--depth", 8], "`--depth` requires examples with one length, but `--column"),
         (["--vocab-size", 8], "`--vocab-size` requires examples with one length, but"),
@@ -208,8 +208,9 @@ def test_several_columns_are_compared(files):
         assert name in output
     assert matplotlib.image.imread(files / "compare.png").std() > 0.1
     numbers = json.loads(run("compare", "pairs.npz", *OPTIONS, "--json"))
-    costs = [plan["report"]["epoch_cost"] for plan in numbers["plans"]]
-    assert costs == sorted(costs) and costs[0] == JOINT.epoch_cost
+    costs = {x["name"]: x["report"]["epoch_cost"] for x in numbers["plans"]}
+    assert list(costs.values()) == sorted(costs.values()) and "packed" in costs
+    assert costs["optimal"] == JOINT.epoch_cost
     assert numbers["least_cost"] == JOINT.lower_bound
     assert numbers["exact"] == JOINT.proven
 
@@ -225,10 +226,22 @@ def test_plans_of_other_columns_are_not_compared():
     one = ("--column", "source", "--max-tokens", 4096, "--plan", "joint.json")
     message = refused("compare", "pairs.npz", *one)
     assert "`--plan joint.json` has the sequences ['source', 'target'], but " in message
-    message = refused("compare", "pairs.npz", *OPTIONS, "--pack", "always")
-    assert "`--pack always` requires examples with one length" in message
-    message = refused("compare", "pairs.npz", *OPTIONS, "--block-sparse")
-    assert "Packed rows are not compared, or remove `--block-sparse`." in message
+
+
+def test_packed_rows_of_several_columns_are_planned_reported_and_compared(files):
+    words = ("--pack", "always", "--max-ratio", 4, "-o", "packed.json", "--json")
+    planned = json.loads(run("plan", "pairs.npz", *OPTIONS, *words))
+    plan = jb.BucketPlan.from_json((files / "packed.json").read_text())
+    assert plan.packed and plan.sequences == ("source", "target")
+    assert plan.max_ratio == 4
+    reported = json.loads(run("report", "packed.json", "pairs.npz", "--json"))
+    names = ("filtered_examples", "packed_examples", "real_tokens", "epoch_cost")
+    assert all(reported["report"][x] == planned["report"][x] for x in names)
+    assert planned["report"]["filtered_examples"] > 0
+    table = run("compare", "pairs.npz", *OPTIONS, "--pack", "always")
+    assert "packed" in table and "Add --cost-fn to include it." in table
+    message = refused("plan", "pairs.npz", "--column", "source", "--max-ratio", 2)
+    assert "`--max-ratio` requires several columns" in message
 
 
 def test_the_number_of_shapes_of_several_columns_may_be_chosen(files):
@@ -249,14 +262,6 @@ def test_report_refuses_columns_that_the_plan_does_not_have(files):
     (files / "one.json").write_text(one.to_json())
     message = refused("report", "one.json", "pairs.npz", *BOTH)
     assert "The plan is for examples with one length, but `--column` names" in message
-
-
-def test_report_refuses_packed_rows_of_several_sequences(files):
-    packed = jb.BucketPlan.from_shapes([(2, {"a": 8, "b": 8})], packed=True)
-    (files / "packed.json").write_text(packed.to_json())
-    np.savez("ab.npz", a=[1, 2], b=[1, 2])
-    message = refused("report", "packed.json", "ab.npz")
-    assert "`packed.json` is for packed rows of the sequences ['a', 'b']" in message
 
 
 def test_several_columns_are_measured(files):

@@ -199,9 +199,9 @@ def test_packed_rows_of_examples_that_fit_are_the_same():
             np.testing.assert_array_equal(values, other.features[name])
 
 
-def test_packed_rows_cannot_be_truncated():
-    message = r"`truncate_left=True` is not supported for packed rows \(`max_segments=2"
-    with pytest.raises(ValueError, match=message):
-        jb.data.collate_rows(
-            [[{"x": [1, 2]}]], jb.Bucket(1, 1), truncate_left=True, max_segments=2
-        )
+def test_examples_of_packed_rows_are_truncated_one_by_one():
+    rows = [[{"x": [1, 2, 3]}], [{"x": [4]}, {"x": [5]}]]
+    batch = jb.data.collate_rows(
+        rows, jb.Bucket(2, 2), truncate_left=True, max_segments=2
+    )
+    np.testing.assert_array_equal(batch.features["x"], [[2, 3], [4, 5]])

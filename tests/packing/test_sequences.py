@@ -501,11 +501,6 @@ def test_incompatible_lengths_and_capacities_are_refused(lengths, capacities, me
         jb.packing.pack(lengths, capacities)
 
 
-def test_planners_of_one_sequence_refuse_several():
-    with pytest.raises(ValueError, match=r"mapping with the keys \['a', 'b'\]"):
-        jb.plan_packing({"a": [1], "b": [2]}, max_tokens=64)
-
-
 def test_schedules_require_the_sequences_of_their_packing():
     lengths = {"a": [3, 5], "b": [1, 1]}
     packing = jb.packing.pack(lengths, {"a": 8, "b": 4})

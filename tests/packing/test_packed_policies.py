@@ -1,0 +1,171 @@
+"""Tests of overlong examples in packed rows, and of plans of several sequences."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.base.table import table_text
+from jaxbucket.packing.shape_search import ShapeSearch
+from jaxbucket.plan.sequence_limits import SequenceLimits
+
+NAMES = ("source", "target")
+POLICIES = ("drop", "truncate", "truncate_left")
+
+
+def examples_of(lengths):
+    """Returns examples whose first entries, modulo 1,000, count up from 0."""
+    columns = lengths if isinstance(lengths, dict) else {"x": lengths}
+    rows = zip(*columns.values(), strict=True)
+    return [
+        {name: 1000 * i + np.arange(n) for name, n in zip(columns, row, strict=True)}
+        for i, row in enumerate(rows)
+    ]
+
+
+def cut(x, limit, policy):
+    if policy == "drop" and len(x) > limit:
+        return None
+    return x[-limit:] if policy == "truncate_left" else x[:limit]
+
+
+def by_index(batches, max_segments):
+    """Returns the examples of an epoch by their index; each must occur once."""
+    found = {}
+    for batch in batches:
+        for example in jb.data.unbatch(batch, max_segments=max_segments):
+            index = int(next(iter(example.values()))[0]) // 1000
+            assert index not in found
+            found[index] = example
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_packed_rows_follow_the_policy_for_overlong_examples(policy, in_file, tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 60, 150)
+    examples = examples_of(lengths)
+    source = examples
+    if in_file:
+        source = jb.data.write_token_file(tmp_path / "tokens", examples)
+    packing = jb.packing.pack(lengths, 40, overlong=policy)
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=320,
+        boundaries=packing.seq_lens,
+        overlong=policy,
+    )
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing, seed=1)
+    found = by_index(jb.batch_dataset(source, schedule), schedule.max_segments)
+    expected = {i: cut(x["x"], 40, policy) for i, x in enumerate(examples)}
+    expected = {i: x for i, x in expected.items() if x is not None}
+    assert found.keys() == expected.keys()
+    for index, tokens in expected.items():
+        np.testing.assert_array_equal(found[index]["x"], tokens)
+    numbers, plain = schedule.report(), jb.report(plan, lengths)
+    assert numbers.dropped_examples == plain.dropped_examples
+    assert numbers.truncated_tokens == plain.truncated_tokens
+    assert numbers.packed_examples == len(expected)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_each_sequence_of_packed_rows_follows_its_policy(zipped, tmp_path):
+    rng = np.random.default_rng(1)
+    lengths = {name: rng.integers(1, 30, 120) for name in NAMES}
+    policies = {"source": "truncate_left", "target": "drop"}
+    examples = examples_of(lengths)
+    source = examples
+    if zipped:
+        source = jb.data.zip_sources(
+            jb.data.write_token_file(
+                tmp_path / name, ({name: x[name]} for x in examples)
+            )
+            for name in NAMES
+        )
+    choice = jb.plan_packing(
+        lengths, max_tokens=256, max_seq_len=24, pack="always", overlong=policies
+    )
+    schedule = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing)
+    found = by_index(jb.batch_dataset(source, schedule), schedule.max_segments)
+    kept = np.flatnonzero(lengths["target"] <= 24)
+    assert sorted(found) == kept.tolist()
+    for index in kept:
+        for name in NAMES:
+            expected = cut(examples[index][name], 24, policies[name])
+            np.testing.assert_array_equal(found[index][name], expected)
+    report = schedule.report()
+    assert report.dropped_examples == len(examples) - len(kept)
+    assert report.epoch_cost == choice.report.epoch_cost
+    assert choice.report.dropped_examples == report.dropped_examples
+
+
+def test_a_curriculum_of_packed_rows_requires_all_examples():
+    lengths = np.array([3, 9, 5, 4])
+    packing = jb.packing.pack(lengths, 8, overlong="drop")
+    plan = jb.plan_buckets(
+        packing.row_lengths, max_tokens=8, boundaries=(8,), overlong="drop"
+    )
+    with pytest.raises(ValueError, match="The plan leaves out 1 examples, but a `Cur"):
+        jb.BatchSchedule(plan, lengths, packing=packing, order=jb.Curriculum(lengths))
+    with pytest.raises(ValueError, match="`lengths` that the plan keeps. The data"):
+        other = jb.packing.pack(lengths, 8, overlong="truncate")
+        jb.BatchSchedule(plan, lengths, packing=other)
+    with pytest.raises(ValueError, match="leave out every example. Raise `max_seq_len"):
+        jb.packing.pack([9, 9], 8, overlong="drop")
+
+
+def pairs_problem(seed, size=300):
+    rng = np.random.default_rng(seed)
+    source = np.exp(rng.normal(2.5, 0.7, size)).astype(int) + 1
+    target = (source * np.exp(rng.normal(0, 0.4, size))).astype(int) + 1
+    return {"source": np.minimum(source, 64), "target": np.minimum(target, 48)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_shapes_cost_about_as_little_as_the_best_of_a_grid(seed):
+    lengths = pairs_problem(seed)
+    cost = jb.plan.EncoderDecoderCost("source", "target", 16, 1)
+    options = {"max_tokens": 1024, "seq_len_multiple": 8, "cost_fn": cost}
+    choice = jb.plan_packing(lengths, num_buckets=2, pack="always", mixing=0, **options)
+    matrix = np.stack(list(lengths.values()), axis=1)
+    limits = SequenceLimits(sequences=NAMES, **options)
+    search = ShapeSearch(matrix, limits, None, False, 1.0, 0.0)
+    grid = itertools.product(range(16, 65, 16), range(16, 49, 16))
+    pairs = [[shape, search.last] for shape in grid if shape != search.last]
+    best = min(search.packed(shapes).cost for shapes in pairs)
+    assert choice.epoch_costs["packed"] <= 1.03 * best
+    assert choice.epoch_costs["packed"] <= choice.epoch_costs["packed in one T"]
+
+
+@pytest.mark.parametrize("block_sparse", [False, True])
+def test_a_packed_plan_of_several_sequences_is_trained_as_it_was_planned(block_sparse):
+    lengths = pairs_problem(5)
+    cost = jb.plan.EncoderDecoderCost("source", "target", 16, 1)
+    choice = jb.plan_packing(
+        lengths,
+        max_tokens={"source": 512, "target": 384},
+        num_buckets=3,
+        batch_size_multiple=2,
+        cost_fn=cost,
+        block_sparse=block_sparse,
+    )
+    assert choice.is_packed and choice.packing is not None
+    assert choice.epoch_costs["packed"] < choice.epoch_costs["padded"]
+    schedule = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing)
+    assert schedule.report().epoch_cost == pytest.approx(choice.report.epoch_cost)
+    rows = np.concatenate([batch.rows.ravel() for batch in schedule])
+    assert sorted(rows[rows >= 0]) == list(range(300))
+    assert "T of target" in table_text(choice) and "because" in choice.reason
+    never = jb.plan_packing(lengths, max_tokens=1024, pack="never")
+    assert never.packing is None and not never.plan.packed
+    assert never.plan == jb.plan_buckets(lengths, max_tokens=1024)
+
+
+def test_packed_plans_of_several_sequences_check_their_arguments():
+    with pytest.raises(ValueError, match="`max_padding=1e-09` cannot be met"):
+        jb.plan_packing(
+            pairs_problem(0), max_tokens=1024, pack="always", max_padding=1e-9
+        )
+    with pytest.raises(ValueError, match=r"does not hold 1 row"):
+        jb.plan_packing(pairs_problem(0), max_tokens=16)
