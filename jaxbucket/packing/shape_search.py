@@ -7,6 +7,7 @@ the examples for each choice, and all examples for the most promising choices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -44,11 +45,13 @@ class ShapeChoice(RowChoice):
     Attributes:
       shapes: the chosen shapes, by increasing number of tokens.
       longest: `[K, Q]` integers, the fullest row of each shape in each sequence.
+      is_used: `[K]` bool, whether a shape has batches, or is the last one.
       rows_of_all: the rows with slots for all examples; None for a sample.
     """
 
     shapes: tuple[Shape, ...]
     longest: np.ndarray
+    is_used: np.ndarray
     rows_of_all: Packing | None = None
 
     def packing(self, max_segments_per_row: int | None) -> Packing:
@@ -174,6 +177,12 @@ class ShapeSearch:
         ones = np.ones(packing.num_rows, np.int64)
         rows = _Rows.of_slots(packing.slot_parts, packing.row_splits[:-1], ones)
         choice = self._choice(shapes, rows, scale=1.0)
+        if not choice.is_used.all():
+            # A shape without batches would only cost a compilation.
+            seq_lens = tuple(itertools.compress(packing.seq_lens, choice.is_used))
+            packing = dataclasses.replace(packing, seq_lens=seq_lens)
+            used = tuple(itertools.compress(shapes, choice.is_used))
+            choice = self._choice(used, rows, scale=1.0)
         return dataclasses.replace(choice, rows_of_all=packing)
 
     def _of_sample(self, shapes: Iterable[Shape]) -> ShapeChoice:
@@ -290,6 +299,7 @@ class ShapeSearch:
             cost=float(epoch_cost(flow.batches, plan.costs)),
             shapes=shapes,
             longest=longest,
+            is_used=(flow.batches > 0) | (np.arange(size) == size - 1),
         )
 
     def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> tuple[float, ...]:

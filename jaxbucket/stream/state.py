@@ -66,7 +66,7 @@ class StreamState:
             "features": json.dumps(self.features),
             "epoch": snapshot.epoch,
             "number": snapshot.epoch_index,
-            "counts": dataclasses.asdict(snapshot.counts),
+            "counts": _counts_to_dict(snapshot.counts),
             "snapshot_checksum": snapshot.checksum,
             "parent": snapshot.state,
         }
@@ -98,6 +98,7 @@ class StreamState:
 
     @classmethod
     def _parse(cls, state: Mapping[str, Any]) -> StreamState:
+        counts = {"filtered": 0, **state["counts"]}
         names = [field.name for field in dataclasses.fields(StreamCounts)]
         return cls(
             config=dict(state["traits"]),
@@ -110,7 +111,7 @@ class StreamState:
             snapshot=Snapshot(
                 epoch=_count(state["epoch"]),
                 epoch_index=_count(state["number"]),
-                counts=StreamCounts(*(_count(state["counts"][x]) for x in names)),
+                counts=StreamCounts(*(_count(counts[x]) for x in names)),
                 checksum=_count(state["snapshot_checksum"]),
                 state=state["parent"],
             ),
@@ -175,6 +176,14 @@ class StreamState:
 def num_tokens(pending: Sequence[PooledExample]) -> int:
     """Returns the number of tokens of examples."""
     return sum(example.num_tokens for example in pending)
+
+
+def _counts_to_dict(counts: StreamCounts) -> dict[str, int]:
+    """Returns the counts, with `filtered` only if there are such examples."""
+    values = dataclasses.asdict(counts)
+    if not counts.filtered:
+        del values["filtered"]
+    return values
 
 
 def _count(number: Any) -> int:

@@ -151,6 +151,7 @@ def test_a_packed_plan_of_several_sequences_is_trained_as_it_was_planned(block_s
         block_sparse=block_sparse,
     )
     assert choice.is_packed and choice.packing is not None
+    assert all(bucket.batches for bucket in choice.report.buckets[:-1])
     assert choice.epoch_costs["packed"] < choice.epoch_costs["padded"]
     schedule = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing)
     assert schedule.report().epoch_cost == pytest.approx(choice.report.epoch_cost)

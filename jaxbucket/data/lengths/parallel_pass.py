@@ -25,6 +25,8 @@ from jaxbucket.data.worker_exit import (
 
 # Number of examples measured as one unit. At most this many are lost on a crash.
 _CHUNK = 1024
+# What a script without a guard may call.
+_CALLS = "measure_lengths(...)  # or measure_difficulty(...)"
 # Maximum number of chunks that are submitted per worker.
 _AHEAD = 4
 
