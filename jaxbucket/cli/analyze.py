@@ -111,16 +111,9 @@ def _load_source(name: str) -> Source:
     Raises:
       ValueError: if there is no such function, or it returns anything else.
     """
-    from jaxbucket.data.lengths.functions import load_function
+    from jaxbucket.data.lengths.functions import call_function
 
-    function = load_function(name)
-    try:
-        source = function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{name}` raised {type(error).__name__}: {error}. Fix the function, which "
-            "is called without arguments."
-        ) from error
+    source = call_function(name)
     # Special methods are looked up on the type, so that a class is not a source.
     methods = ("__getitem__", "__len__")
     has_indices = all(hasattr(type(source), method) for method in methods)

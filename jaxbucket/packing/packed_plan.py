@@ -29,7 +29,7 @@ class PackedPlan:
       segments: the mean number of examples in a row of each bucket.
       padded_up_to: examples up to this length get rows of their own, even if they are
         promoted to longer buckets, so attention needs no mask in these buckets; 0 if
-        all buckets are packed.
+        all buckets are packed. With several sequences, a sum over all of them.
       block_sparse: whether attention was assumed to take time within examples only.
       cause: why rows are packed or padded, as a clause.
       counts_attention: whether the cost may include attention, unlike `TokenCost`.

@@ -140,10 +140,10 @@ class OpenBySeveral:
         run = self._metrics.run(chain, chain[:0], self._metrics.ranks)
         examples, keys, counts = [], [], []
         for bucket in range(len(self._rows.plan)):
-            own = self._rows.bucket_examples(bucket)
-            difficulty = run.difficulty[own]
+            in_bucket = self._rows.bucket_examples(bucket)
+            difficulty = run.difficulty[in_bucket]
             order = np.argsort(difficulty, kind="stable")
-            examples.append(own[order])
+            examples.append(in_bucket[order])
             keys.append(difficulty[order])
             counts.append(run.num_open(keys[-1]))
         counts = np.stack(counts, axis=1)

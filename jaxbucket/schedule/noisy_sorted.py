@@ -10,11 +10,11 @@ from jaxbucket.base.checks import check_share
 from jaxbucket.base.permutation import fold, mix_each
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.opening import OpeningSteps
-from jaxbucket.schedule.orders import LOCK, EpochOrder, Order
+from jaxbucket.schedule.orders import EpochOrder, Order
+from jaxbucket.schedule.recent import recent
 
 # Separates the keys of the noise from those of rows and batches.
 _NOISE_KEY = 0x2015E
-_NUM_CACHED_EPOCHS = 2
 
 
 class NoisySorted(Order):
@@ -114,21 +114,15 @@ class _NoisyEpochs:
         self._epochs: dict[int, _SortedEpoch] = {}
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        batches, examples = self._sorted(epoch)
+        batches, examples = self._epoch(epoch)
         bucket, row = self._rows.batch_rows(int(batches[position]))
         return bucket, examples[bucket][row].astype(np.int64)
 
     def buckets(self, epoch: int) -> np.ndarray:
-        return self._rows.bucket_of(self._sorted(epoch).batches)
+        return self._rows.bucket_of(self._epoch(epoch).batches)
 
-    def _sorted(self, epoch: int) -> _SortedEpoch:
-        # Loaders that read ahead may already be in the next epoch.
-        with LOCK:
-            if epoch not in self._epochs:
-                self._epochs[epoch] = self._sort(epoch)
-                for old in list(self._epochs)[:-_NUM_CACHED_EPOCHS]:
-                    del self._epochs[old]
-            return self._epochs[epoch]
+    def _epoch(self, epoch: int) -> _SortedEpoch:
+        return recent(self._epochs, epoch, lambda: self._sort(epoch))
 
     def _sort(self, epoch: int) -> _SortedEpoch:
         pairs = [self._sort_rows(epoch, k) for k in range(len(self._rows.plan))]

@@ -156,9 +156,9 @@ def _first_level(
       num_ranks: the number of possible ranks.
     """
     first = np.zeros(len(ranks[0]), np.int64)
-    for own, thresholds in zip(ranks, chain.T, strict=True):
+    for metric_ranks, thresholds in zip(ranks, chain.T, strict=True):
         opens = np.searchsorted(thresholds, np.arange(num_ranks)).astype(np.uint32)
-        np.maximum(first, opens[own], out=first)
+        np.maximum(first, opens[metric_ranks], out=first)
     return first
 
 

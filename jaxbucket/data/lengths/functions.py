@@ -71,6 +71,22 @@ def load_function(name: str) -> Callable[..., Any]:
     return function
 
 
+def call_function(name: str) -> Any:
+    """Returns what a function named as `module:function` returns without arguments.
+
+    Raises:
+      ValueError: if `load_function` raises it, or the function raises an exception.
+    """
+    function = load_function(name)
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"`{name}` raised {_in_one_line(error)}. Fix the function, which is called "
+            "without arguments."
+        ) from error
+
+
 def measure_function(
     name: str,
     columns: Sequence[str] = (),
@@ -96,14 +112,7 @@ def measure_function(
       ValueError: if there is no such function, if it raises or returns anything else,
         or if an example has no length.
     """
-    function = load_function(name)
-    try:
-        returned = function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"`{name}` raised {_in_one_line(error)}. Fix the function, which is called "
-            "without arguments."
-        ) from error
+    returned = call_function(name)
     try:
         return _measure_returned(returned, columns, measure or Measure(), num_workers)
     except (ValueError, RuntimeError) as error:
