@@ -178,7 +178,8 @@ class Report:
         shape, own = f"of T {self.unit}", f"{what} that fit in no shorter bucket"
         if self.sequence_tokens:
             shape = f"with T {self.unit} for each sequence"
-            own = f"{what} whose rows cost the least in this bucket"
+            rows = "that" if what == "rows" else "whose rows"
+            own = f"{what} {rows} cost the least in this bucket"
         text = (
             f"A batch has B rows {shape}. {what.capitalize()}: {own}. Moved in: {what} "
             "from shorter buckets that fill up a batch. Empty rows: rows without an "
