@@ -232,7 +232,8 @@ def _splits(
     if borders is not None:
         document_ends = borders[np.searchsorted(borders, examples, side="right")]
         block_ends = np.minimum(block_ends, document_ends)
-    return np.fromiter(_follow(memoryview(block_ends)), np.int64)
+    # A memoryview reads single items several times as fast as an array.
+    return np.fromiter(_follow(block_ends.data), np.int64)
 
 
 def _follow(block_ends: memoryview) -> Iterator[int]:
