@@ -59,7 +59,6 @@ FAULTS = {
 SLOW_FAULTS = {
     "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
     "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "lost the"),
-    "raising coordinator": (0, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
     "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat"),
     "leaving worker": (1, "sys.exit('bad row')", "raised SystemExit: bad row"),
     "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no heart"),
@@ -67,11 +66,6 @@ SLOW_FAULTS = {
     "hung coordinator": (0, "ctypes.PyDLL(None).usleep(10**8)", "no heartbeat"),
     "worker with a failing watchdog": (
         1,
-        "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
-        "raised ZeroDivisionError in its watchdog: division by zero",
-    ),
-    "coordinator with a failing watchdog": (
-        0,
         "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
         "raised ZeroDivisionError in its watchdog: division by zero",
     ),
@@ -185,9 +179,8 @@ UNWRITABLE = {
 @pytest.mark.parametrize(
     ("victim", "obstacle"),
     [
-        (0, "files"),
-        pytest.param(1, "files", marks=pytest.mark.exhaustive),
-        pytest.param(0, "folders", marks=pytest.mark.exhaustive),
+        (1, "files"),
+        (0, "folders"),
     ],
 )
 def test_a_failed_checkpoint_ends_all_processes(launch, tmp_path, victim, obstacle):

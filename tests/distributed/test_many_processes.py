@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -70,7 +69,6 @@ def assert_same(folder: pathlib.Path, name: str, first: int = 0) -> None:
     "options",
     [
         ("--mode", "shard_map", "--fully-sharded"),
-        ("--mode", "pmap"),
         ("--model-devices", 4),
     ],
 )
@@ -84,7 +82,7 @@ def test_two_processes_train_as_one(folder, options):
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_run_resumes_in_any_number_of_processes(folder, tmp_path):
+def test_a_stopped_run_resumes_in_another_number_of_processes(folder, tmp_path):
     checkpoints = tmp_path / "runs"
     options = ("--save-every", 5, "--fully-sharded")
     run = start(folder, 2, 1, *options, "--checkpoint", checkpoints)
@@ -97,15 +95,11 @@ def test_a_stopped_run_resumes_in_any_number_of_processes(folder, tmp_path):
     assert run.returncode == 128 + signal.SIGTERM, out
     step = max(int(path.name) for path in checkpoints.glob("[0-9]*"))
     assert f"Stopped by SIGTERM after step {step}" in out
-    for count in (1, 4):
-        # Each resumes from a copy, because a run deletes its oldest checkpoints.
-        copy = shutil.copytree(checkpoints, tmp_path / f"runs{count}")
-        name = f"{count}.json"
-        saving = ("--checkpoint", copy, "--resume", "--json", name)
-        run = start(folder, count, 1, *options, *saving)
-        out, _ = run.communicate(timeout=300)
-        assert run.returncode == 0, out
-        assert_same(folder, name, first=step)
+    saving = ("--checkpoint", checkpoints, "--resume", "--json", "4.json")
+    run = start(folder, 4, 1, *options, *saving)
+    out, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, out
+    assert_same(folder, "4.json", first=step)
 
 
 @pytest.mark.exhaustive

@@ -25,12 +25,11 @@ def run_job(*args: object) -> subprocess.CompletedProcess[str]:
 
 # A run on one device is in test_resume.py.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
+def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path):
     out = tmp_path / "summary.json"
     run = run_job(
         *("--data", jsonl, "--field", "body", "--devices", 4),
-        *("--mode", mode, "--json", out, "--dropout", 0.1),
+        *("--mode", "shard_map", "--json", out, "--dropout", 0.1),
     )
     assert run.returncode == 0, run.stderr
     summary = json.loads(out.read_text())
@@ -47,11 +46,10 @@ def test_trains_on_simulated_devices_without_a_recompile(jsonl, tmp_path, mode):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("cost", ["tokens", "time"])
-def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path, cost):
+def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path):
     out, folder = tmp_path / "summary.json", tmp_path / "run"
     options = (
-        *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", cost),
+        *("--data", jsonl, "--field", "body", "--pack", "always", "--cost", "time"),
         *("--checkpoint", folder, "--json", out, "--devices", 4),
     )
     run = run_job(*options)
@@ -62,7 +60,7 @@ def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path, cost):
     assert epoch["packed_examples"] + summary["held_out"]["documents"] == 200
     assert epoch["examples"] < epoch["packed_examples"]
     assert summary["compile"]["train_step"]["later"] == 0
-    # The run resumes with the same rows, even if they were planned with step times.
+    # The run resumes with the same rows, although they were planned with step times.
     run = run_job(*options, "--steps", 9, "--resume")
     assert run.returncode == 0, run.stderr
     assert "Resuming at step 6." in run.stdout
@@ -74,21 +72,21 @@ def test_packed_rows_are_trained_on_and_resumed(jsonl, tmp_path, cost):
 
 
 @pytest.mark.exhaustive
-def test_all_ways_are_compared_with_every_seed(jsonl, tmp_path, monkeypatch):
+def test_all_ways_are_compared(jsonl, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
     out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
     run = run_job(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
-        *("--seeds", 2, "--json", out, "--plot", picture, "--devices", 2),
+        *("--seeds", 1, "--json", out, "--plot", picture),
     )
     assert run.returncode == 0, run.stderr
     runs = json.loads(out.read_text())
     ways = ["bucketed", "packed", "auto", "pad-to-max", "dynamic", "grain-pack"]
     assert list(runs) == ways
     for way, summaries in runs.items():
-        assert [summary["arguments"]["seed"] for summary in summaries] == [0, 1]
+        assert [summary["arguments"]["seed"] for summary in summaries] == [0]
         assert re.search(rf"^ *{way} +\d+ ", run.stdout, re.MULTILINE)
         for summary in summaries:
             compiled = summary["compile"]["train_step"]

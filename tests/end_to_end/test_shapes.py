@@ -98,8 +98,9 @@ def test_a_resumed_run_has_the_same_shapes(jsonl, tmp_path):
     more = (*options, "--steps", 10, "--num-buckets", 2)
     summary = summary_of(out, run_job(*more, "--resume-changed"))
     assert len(summary["plan"]["buckets"]) == 2
-    # The new plan is saved, and `--resume` uses it.
-    assert summary_of(out, run_job(*more, "--resume"))["plan"] == summary["plan"]
+    # The new plan is saved, for the next `--resume`.
+    saved = jb.BucketPlan.from_json((folder / "plan.json").read_text())
+    assert len(saved) == 2
 
 
 @pytest.mark.exhaustive
@@ -113,15 +114,6 @@ def test_all_processes_use_the_plan_of_process_0(jsonl, tmp_path):
     resumed = summary_of(out, run_job(*options, *more))
     assert resumed["plan"] == summary["plan"]
     assert resumed["train"]["first_step"] == 6
-
-
-@pytest.mark.exhaustive
-def test_a_rule_of_thumb_is_predicted_by_time(jsonl, tmp_path):
-    out = tmp_path / "out.json"
-    options = ("--boundaries", "quantile", "--num-buckets", 2)
-    summary = summary_of(out, run_job("--data", jsonl, "--json", out, *options))
-    assert summary["plan"]["cost_unit"] == "s"
-    assert "2 shapes, as requested" in summary["planning"]["words"]
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,12 @@ def test_train_lm_continues_from_its_checkpoint(example, jsonl, tmp_path, capsys
     assert "Continuing after step 3." in capsys.readouterr().out
     assert resumed["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
     assert resumed["compiled_ahead"] == resumed["compiled_later"] == 0
-
-
-@pytest.mark.exhaustive
-def test_train_lm_only_evaluates_a_run_that_has_ended(example, jsonl, tmp_path):
-    options = ("--data", jsonl, "--checkpoint", tmp_path / "run")
-    first, second = (train(example, tmp_path, *options) for _ in range(2))
-    assert second["held_out_bits_per_byte"] == first["held_out_bits_per_byte"]
-    assert second["bits_per_byte"] is None
+    # A run that has ended is only evaluated.
+    again = train(example, tmp_path, *options, *saving)
+    assert again["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
+    assert again["bits_per_byte"] is None
     with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
-        train(example, tmp_path, *options, "--seed", 1)
+        train(example, tmp_path, *options, *saving, "--seed", 1)
 
 
 @pytest.mark.exhaustive

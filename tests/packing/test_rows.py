@@ -302,10 +302,11 @@ def test_each_example_is_in_one_packed_row_per_epoch(seed):
 
 @pytest.mark.exhaustive
 def test_each_example_of_a_real_dataset_is_in_one_packed_row(real_lengths):
-    last = int(real_lengths.max())
-    schedule = packed_schedule(real_lengths, [(last + 1) // 2, last], seed=1)
+    lengths = real_lengths[:20_000]
+    last = int(lengths.max())
+    schedule = packed_schedule(lengths, [(last + 1) // 2, last], seed=1)
     rows = [x.rows[x.rows >= 0] for x in epoch_rows(schedule, 1)]
-    assert sorted(np.concatenate(rows)) == list(range(len(real_lengths)))
+    assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
 
 
 def test_epochs_have_different_neighbors_in_rows():

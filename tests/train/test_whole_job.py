@@ -13,16 +13,10 @@ import whole_job
 
 ALL = [
     ("nnx", "jit", 1, 1),
-    ("nnx", "jit", 8, 2),
-    ("nnx", "shard_map", 1, 2),
     ("nnx", "shard_map", 8, 1),
-    ("nnx", "pmap", 1, 1),
     ("nnx", "pmap", 8, 2),
-    ("linen", "jit", 1, 2),
-    ("linen", "jit", 8, 1),
-    ("linen", "shard_map", 1, 1),
-    ("linen", "shard_map", 8, 2),
-    ("linen", "pmap", 1, 2),
+    ("linen", "jit", 8, 2),
+    ("linen", "shard_map", 1, 2),
     ("linen", "pmap", 8, 1),
 ]
 
