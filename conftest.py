@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import jax
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -63,3 +64,12 @@ pages = Sybil(
     teardown=tear_down,
 )
 pytest_collect_file = (readme + pages).pytest()
+
+
+# Before pytest itself selects tests by their markers.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the pages in docs/, which train for minutes together, as exhaustive."""
+    for item in items:
+        if item.path.parent == ROOT / "docs":
+            item.add_marker(pytest.mark.exhaustive)

@@ -131,7 +131,7 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 # All other length sets are used only by the exhaustive tests.
 QUICK_SETS = ("gsm8k-answer_bytes", "multi30k-en_words")
-QUICK_PROBLEMS = 9
+NUM_PROBLEMS, QUICK_PROBLEMS = 24, 9
 
 
 def real_length_sets() -> list[tuple[str, np.ndarray]]:
@@ -201,12 +201,12 @@ def random_problem(seed: int) -> Problem:
         *range(QUICK_PROBLEMS),
         *(
             pytest.param(i, marks=pytest.mark.exhaustive)
-            for i in range(QUICK_PROBLEMS, 40)
+            for i in range(QUICK_PROBLEMS, NUM_PROBLEMS)
         ),
     ]
 )
 def problem(request: pytest.FixtureRequest) -> Problem:
-    """One of 40 random problems; 31 of them only run in the exhaustive tests."""
+    """One of 24 random problems; 15 of them only run in the exhaustive tests."""
     return random_problem(request.param)
 
 

@@ -98,6 +98,7 @@ def test_segment_attention_agrees_with_a_mask(seed, is_causal, seq_len):
         assert not x[np.asarray(ids) == 0].any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(i, marks=SLOW) for i in range(8, 25))]
@@ -312,6 +313,7 @@ def test_the_scale_can_be_learned():
     np.testing.assert_allclose(result, want, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_numpy_scale_does_not_change_dtypes():
     ids = packed_rows(2, size=2, seq_len=16, longest=9)
     heads = tuple(x.astype(jnp.bfloat16) for x in random_heads(ids, width=32))

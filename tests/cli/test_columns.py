@@ -128,6 +128,7 @@ def test_report_reads_the_columns_of_the_plan(columns):
     assert numbers["report"] == json.loads(epoch.to_json())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("columns", [BOTH, (*BOTH, "--column", "other")])
 def test_plans_of_several_columns_are_drawn(files, columns):
     words = (*columns, "--max-tokens", 4096, "--num-buckets", 3)
@@ -215,6 +216,7 @@ def test_several_columns_are_compared(files):
     assert numbers["exact"] == JOINT.proven
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["drop", "truncate_left"])
 def test_only_examples_that_are_kept_are_drawn(files, policy):
     limits = ("--max-seq-len", "source=150,target=150", "--overlong", policy)

@@ -107,6 +107,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_workers_exit_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PARENT)

@@ -205,6 +205,7 @@ def test_a_terminated_comparison_leaves_no_run_behind(jsonl):
         time.sleep(0.01)
 
 
+@pytest.mark.exhaustive
 def test_missing_data_is_refused_in_one_sentence(tmp_path):
     run = run_job("--data", tmp_path / "nowhere.txt")
     assert run.returncode == 1
@@ -214,6 +215,7 @@ def test_missing_data_is_refused_in_one_sentence(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     run = run_job("--data", jsonl, "--field", "body", "--devices", 3)
     assert run.returncode == 1
@@ -285,6 +287,7 @@ def test_a_hidden_folder_within_the_data_may_be_written(monkeypatch):
     assert args.checkpoint == "none/.run"
 
 
+@pytest.mark.exhaustive
 def test_refused_options_have_exit_status_2():
     run = run_job("--steps", 0)
     assert run.returncode == 2

@@ -92,6 +92,7 @@ def test_the_recipe_compiles_what_train_lm_runs(example, jsonl, tmp_path):
     assert (summary["compiled_ahead"], summary["compiled_later"]) == (0, 0)
 
 
+@pytest.mark.exhaustive
 def test_train_lm_refuses_unreadable_data_in_one_sentence(tmp_path):
     path = tmp_path / "nowhere.txt"
     command = [sys.executable, "-W", "error", EXAMPLES / "train_lm.py", "--data", path]
@@ -144,6 +145,7 @@ def test_own_step_nnx_learns_with_one_trace_per_bucket(example, capsys):
     assert len(module.traces) == 4 and set(module.traces.values()) == {1}
 
 
+@pytest.mark.exhaustive
 def test_score_writes_a_score_per_example_in_source_order(example, tmp_path, capsys):
     module, path = example("score"), tmp_path / "scores"
     module.main(["--output", str(path)])

@@ -300,6 +300,7 @@ def with_learning_rate(module) -> dict:
     }
 
 
+@pytest.mark.exhaustive
 # Some optimizers issue deprecation warnings.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

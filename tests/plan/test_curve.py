@@ -18,6 +18,7 @@ LIMITS = Limits(max_tokens=16_384, cost_fn=StepTime(0.01, 1e-5, 1e-9))
 EXHAUSTIVE = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 8)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [*range(3), *EXHAUSTIVE])
 def test_the_chosen_number_of_buckets_takes_the_least_time(seed):
     rng = np.random.default_rng(seed)

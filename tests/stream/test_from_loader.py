@@ -292,6 +292,7 @@ IN_PROCESSES = """
 """
 
 
+@pytest.mark.exhaustive
 def test_two_processes_have_every_example_once_and_resume(launch):
     folder = str(pathlib.Path(__file__).parent)
     code = textwrap.dedent(IN_PROCESSES).replace("FOLDER", repr(folder))

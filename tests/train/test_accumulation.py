@@ -252,6 +252,7 @@ def test_dropout_differs_between_micro_batches_but_not_between_meshes():
     assert abs(losses_by_count[1][0] / losses_by_count[2][0] - 1) > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_a_single_micro_batch_equals_a_step_without_accumulation():
     batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
     mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
@@ -458,6 +459,7 @@ def test_a_step_accepts_models_of_different_shapes():
     assert state.params["out"].shape == (9, SYMBOLS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "ahead"),
     [
@@ -535,6 +537,7 @@ def test_a_sharded_state_under_pmap_is_refused(accumulate):
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_sums_are_donated(mode):
     received = []
@@ -589,6 +592,7 @@ def test_a_different_device_order_leaves_the_state_unchanged():
     assert state.step == 1
 
 
+@pytest.mark.exhaustive
 def test_the_sums_of_a_loss_may_depend_on_the_features():
     def loss(params, batch, keys):
         loss_sum, weight, sums = by_tokens(params, batch, keys)

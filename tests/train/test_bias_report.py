@@ -45,6 +45,7 @@ def report_of(samples, accumulate=1, weights=(100, 100, 100)):
     return BucketBias.of(COUNTS, measured, accumulate)
 
 
+@pytest.mark.exhaustive
 def test_estimates_are_unbiased():
     reports = [report_of(random_gradients(seed, 4)[0]) for seed in range(400)]
     _, means, noise = random_gradients(0, 1)

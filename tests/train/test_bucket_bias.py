@@ -98,6 +98,7 @@ def test_the_bias_of_a_loss_is_that_of_its_gradients(options):
         np.testing.assert_allclose(x.several, y.several, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_every_batch_has_its_own_random_keys():
     mesh = jb.data_mesh(jax.devices()[:1])
     batches = make_batches(mesh)

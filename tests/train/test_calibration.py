@@ -36,6 +36,7 @@ def make_step(mesh, mode="jit"):
     return jb.make_train_step(loss_fn, tx, mesh, mode=mode), state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "num_devices"),
     [

@@ -153,6 +153,7 @@ def test_evaluation_gathers_the_same_rows(mode):
     np.testing.assert_allclose(metrics["loss_sum"], want, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_jitted_function_in_a_loss_is_traced_for_each_step():
     """The local rows have the same shape, so that a cache by shapes would fail."""
     gather = jax.jit(jb.train.gather_rows)

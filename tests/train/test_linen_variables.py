@@ -47,6 +47,7 @@ class Wrapped(linen.Module):
         return vmapped()(x[None], train)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", ["", "remat", "jit", "vmap"])
 def test_recorded_values_are_not_variables(kind, train):

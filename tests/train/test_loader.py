@@ -82,6 +82,7 @@ def test_a_resumed_run_continues_with_the_same_batches():
         jb.MeshLoader(SOURCE, other, MESH).resume(batches.position(3))
 
 
+@pytest.mark.exhaustive
 def test_workers_yield_the_same_batches():
     batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH)
     in_workers = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_workers=1, num_threads=1)

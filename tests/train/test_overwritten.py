@@ -84,6 +84,7 @@ def test_scales_are_updated_as_by_flax(mode, num_devices):
     )
 
 
+@pytest.mark.exhaustive
 def test_every_micro_batch_updates_the_scales():
     mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
     step = jb.make_train_step(loss_fn, tx, mesh, accumulate=True)

@@ -164,6 +164,7 @@ def test_a_curve_marks_the_chosen_number_of_shapes():
     figure.canvas.draw()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("lengths", "num_buckets"),
     [

@@ -128,6 +128,7 @@ EXTREMES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", EXTREMES)
 def test_labels_do_not_overlap_or_leave_the_figure(name, check_texts):
     lengths, options = EXTREMES[name]
