@@ -408,6 +408,7 @@ def test_a_loss_that_gathers_rows_is_accepted():
     check_loss(contrastive, PARAMS, batch)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_of_an_nnx_module_is_accepted():
     def loss(model, batch, keys):
         nats = jnp.square(model(batch.features["x"])).sum(axis=-1)
@@ -601,6 +602,7 @@ def labels_of_examples(params, batch, keys):
     return jnp.sum(jnp.where(real, losses, 0)), batch.num_examples
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "loss",
     [
@@ -676,6 +678,7 @@ def test_a_batch_without_two_filled_rows_is_refused(batch, message):
         check_loss(squared_loss, PARAMS, batch)
 
 
+@pytest.mark.exhaustive
 def test_sequences_excludes_a_feature_that_is_as_wide_as_the_batch():
     def loss(params, batch, keys):
         fixed = batch.features["fixed"].sum(axis=1)

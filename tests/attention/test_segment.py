@@ -149,6 +149,7 @@ def test_rows_of_padding_have_zero_output_and_gradients(is_causal):
         assert not np.asarray(x).any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_causal", CAUSAL)
 def test_segments_are_independent_of_their_neighbors(is_causal):
     ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([50, 90, 100, 20]), axis=1)

@@ -495,6 +495,7 @@ def test_a_function_is_traced_again_for_a_different_prng(tmp_path):
         assert noisy_loss(steps) == noisy_loss(noisy_step("direct"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("verify", ["none", *exhaustive_params("one")])
 def test_pmap_steps_are_traced_again_for_a_different_prng(tmp_path, verify):
     """Even if the same step is compiled for both."""

@@ -1006,6 +1006,7 @@ def test_unplanned_jit_compiles_a_program_for_the_batch():
     assert compiles["slow"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_pmap_step_called_directly_follows_the_settings_of_jax():
     def loss_fn(params, batch, keys):
         # The keys of rows always use threefry.
@@ -1074,6 +1075,7 @@ def test_on_compile_may_raise_or_ignore():
         del steps
 
 
+@pytest.mark.exhaustive
 def test_the_guard_ignores_a_different_step_of_the_same_name():
     mesh = jb.data_mesh(jax.devices()[:1])
     source, plan, _ = small_setup(num_devices=1)

@@ -719,6 +719,7 @@ def test_nonfinite_updates_are_skipped():
     jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.* in half precision")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_half_precision_sums_are_added_in_single_precision(dtype):
@@ -801,6 +802,7 @@ def rows_in_float16(params, batch, keys):
     return jnp.sum(losses), batch.num_tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("accumulate", [True, pytest.param(False, marks=EXHAUSTIVE)])
 def test_mean_gradients_that_fit_into_float16_are_finite(accumulate, mode):
@@ -1344,6 +1346,7 @@ def test_pmap_donates_the_state():
         assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "ahead"),
     [
