@@ -47,6 +47,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.plan.reports.epoch import report
     from jaxbucket.schedule.batch_schedule import BatchSchedule
     from jaxbucket.schedule.curriculum import Curriculum
+    from jaxbucket.schedule.joined_schedule import JoinedSchedule
     from jaxbucket.schedule.mixture import Mixture
     from jaxbucket.sharding import data_mesh
     from jaxbucket.stream.dataset import stream_batches

@@ -57,7 +57,12 @@ class CompileOptions:
                     f"`opening` names {bucket}, which is not in `specs`. Choose from "
                     f"{', '.join(map(str, buckets))}."
                 )
-        rest = sorted(buckets, key=lambda bucket: bucket.seq_len, reverse=True)
+
+        def size(bucket: Bucket) -> tuple[int, int, str]:
+            # The name makes the order of ties the same in all processes.
+            return bucket.tokens_per_row, bucket.batch_size, str(bucket)
+
+        rest = sorted(buckets, key=size, reverse=True)
         return list(dict.fromkeys([*self.opening, *rest]))
 
     def build(self, first: list[Program], others: list[Program]) -> CompileJob:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import split_line
-from jaxbucket.base.padding import PadValue
+from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.derived_source import DerivedSource
 from jaxbucket.data.example import (
@@ -21,7 +22,7 @@ from jaxbucket.data.example import (
     as_arrays,
     copy_features,
 )
-from jaxbucket.data.sequence_axes import example_lengths
+from jaxbucket.data.sequence_axes import axis_labels, example_lengths
 from jaxbucket.data.source import (
     RowSource,
     Source,
@@ -33,7 +34,12 @@ from jaxbucket.data.source import (
     raise_length_changed,
     read_example,
 )
-from jaxbucket.data.transform import Transform, apply_transform
+from jaxbucket.data.transform import (
+    Transform,
+    apply_transform,
+    check_transform,
+    transform_name,
+)
 from jaxbucket.data.zipped_source import ZippedSource
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
@@ -47,12 +53,58 @@ def padded_features(
         return source.features
     if (
         sequences is None
-        and not schedule.plan.sequences
+        and not schedule.sequences
         and isinstance(source, RowSource | DerivedSource)
     ):
         # These also apply if its examples are read one at a time.
         return source.sequences
     return sequences
+
+
+class FeatureTemplate(NamedTuple):
+    """What determines the arrays of batches, besides their bucket.
+
+    Attributes:
+      plans: the plans of the batches.
+      example: an example, for its features and dtypes.
+      sequences: the features that are padded.
+      max_segments: the maximum number of examples in a packed row, or None.
+    """
+
+    plans: tuple[BucketPlan, ...]
+    example: Example
+    sequences: Sequences
+    max_segments: int | None
+
+
+def make_reader(
+    source: Source,
+    schedule: Schedule,
+    shard: RowShard,
+    sequences: Sequences,
+    pad_value: PadValue,
+    transform: Transform | None,
+) -> BatchReader:
+    """Returns the reader of a source, after checking its options.
+
+    Raises:
+      ValueError: if the source is not random-access, or an option is invalid.
+    """
+    for method in ("__len__", "__getitem__"):
+        if not hasattr(source, method):
+            raise ValueError(
+                f"`source` is a {type(source).__name__}, which has no `{method}`. Pass "
+                "a random-access source, such as a list, or use `stream_batches` for "
+                "a stream of examples."
+            )
+    return BatchReader(
+        source,
+        schedule,
+        shard,
+        padded_features(source, schedule, sequences),
+        check_pad_value(pad_value),
+        check_transform(transform),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,20 +136,20 @@ class BatchReader:
     def __post_init__(self):
         if len(self.source) != len(self.schedule.lengths):
             raise ValueError(_size_mismatch_message(self.source, self.schedule))
-        for bucket in self.schedule.plan.buckets:
+        for bucket in self.schedule.buckets:
             self.shard.part_size(bucket.batch_size)
         # A row source gathers whole rows only if each example has one length and is not
         # transformed.
         if (
             isinstance(self.source, RowSource)
-            and not self.schedule.plan.sequences
+            and not self.schedule.sequences
             and not isinstance(self.sequences, Mapping)
             and self.transform is None
         ):
             check_sequences(self.source, self.sequences)
             check_measured(self.source.lengths, self.schedule.lengths)
             packed = self.schedule.max_segments is not None
-            left = bool(self.schedule.plan.truncates_left)
+            left = bool(self.schedule.truncates_left)
             if gathers(self.source, packed, left):
                 object.__setattr__(self, "_row_source", self.source)
         if isinstance(self.source, ZippedSource):
@@ -105,7 +157,7 @@ class BatchReader:
 
     def _set_zipped(self, source: ZippedSource) -> None:
         """Lets the source gather whole batches, if it can."""
-        plan, parts = self.schedule.plan, self.schedule.parts
+        parts = self.schedule.parts
         if parts is None or list(parts) != list(source.lengths):
             raise ValueError(
                 f"`source` has the sequences {list(source.lengths)}, but the plan has "
@@ -114,7 +166,7 @@ class BatchReader:
         for name, lengths in source.lengths.items():
             check_measured(lengths, parts[name])
         packed = self.schedule.max_segments is not None
-        left = cast(list[str], plan.truncates_left)
+        left = cast(list[str], self.schedule.truncates_left)
         # A transform may add features, and needs the examples one at a time.
         if self.transform is not None:
             return
@@ -127,21 +179,48 @@ class BatchReader:
         """32 hex digits that identify the contents of the source."""
         return contents(self.source)
 
+    @property
+    def templates(self) -> list[FeatureTemplate]:
+        """The features of all batches."""
+        schedule = self.schedule
+        example = copy_features(self.like)
+        template = (schedule.plans, example, self.sequences, schedule.max_segments)
+        return [FeatureTemplate(*template)]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the options, as plain Python for JSON."""
+        options = {
+            "sequences": axis_labels(self.sequences),
+            "pad_value": self.pad_value,
+        }
+        if self.transform is not None:
+            options["transform"] = transform_name(self.transform)
+        return options
+
     def read(self, step: int) -> Batch | tuple[Batch, ...]:
         """Returns the numpy batch of a step, or a tuple of its micro-batches."""
         micro = zip(
             self.schedule.micro_batches(step), self.schedule.draws(step), strict=True
         )
-        batches = tuple(self._batch(indices, draws, step) for indices, draws in micro)
+        batches = tuple(
+            self.read_batch(*indices_draws, step) for indices_draws in micro
+        )
         return batches[0] if self.schedule.accumulate == 1 else batches
 
-    def _batch(self, indices: BatchIndices, draws: BatchDraws, step: int) -> Batch:
+    def read_batch(self, indices: BatchIndices, draws: BatchDraws, step: int) -> Batch:
+        """Returns one numpy batch.
+
+        Args:
+          indices: the bucket, and the examples in its rows.
+          draws: the random numbers for the examples.
+          step: the step of the run, for messages.
+        """
         local = self.shard.rows(indices.bucket.batch_size)
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         packed = self.schedule.max_segments is not None
-        truncate = self.schedule.plan.truncates
-        truncate_left = self.schedule.plan.truncates_left
+        truncate = self.schedule.truncates
+        truncate_left = self.schedule.truncates_left
         if self._zipped is not None:
             return self._zipped.collate_sequences(
                 rows,
@@ -237,13 +316,13 @@ class BatchReader:
             ) from error.__cause__
 
     def _lengths(self, example: Example) -> dict[str, int]:
-        names = self.schedule.plan.sequences
+        names = self.schedule.sequences
         return example_lengths(example, self.sequences, names)
 
     def _reject_length(
         self, index: int, name: str, length: int, measured: int, step: int
     ) -> NoReturn:
-        which = f", sequence {name!r}," if self.schedule.plan.sequences else ""
+        which = f", sequence {name!r}," if self.schedule.sequences else ""
         if self.transform is None:
             raise_length_changed(index, length, measured, which)
         try:
@@ -274,7 +353,7 @@ class BatchReader:
         collate = functools.partial(
             collate_rows,
             [],
-            Bucket(1, self.schedule.plan.buckets[-1].seq_len),
+            Bucket(1, self.schedule.buckets[-1].seq_len),
             sequences=self.sequences,
         )
         try:
@@ -301,8 +380,8 @@ def _check_each(
 
 def _size_mismatch_message(source: Source, schedule: Schedule) -> str:
     remedy = "Measure the source again."
-    if schedule.plan.overlong == "split":
-        line = split_line(schedule.plan.max_seq_len)
+    if schedule.plans[0].overlong == "split":
+        line = split_line(schedule.plans[0].max_seq_len)
         remedy = f"If they are lengths of chunks, use `{line}`. If not, measure again."
     return (
         f"`source` has {len(source)} examples, but the schedule was made for "

@@ -20,7 +20,7 @@ class RunEnd(NamedTuple):
         """Returns the first step after the run."""
         if self.num_epochs is None:
             return self.num_steps
-        return schedule.first_step + self.num_epochs * len(schedule)
+        return schedule.epoch_start(self.num_epochs)
 
 
 def run_end(num_steps: float | None, num_epochs: int | None) -> RunEnd | None:
@@ -45,7 +45,7 @@ def run_end(num_steps: float | None, num_epochs: int | None) -> RunEnd | None:
 
 def epoch_end(schedule: Schedule, step: int) -> RunEnd:
     """Returns the end of the epoch that contains `step`."""
-    return RunEnd(num_epochs=max(1, (step - schedule.first_step) // len(schedule) + 1))
+    return RunEnd(num_epochs=schedule.epoch_at(max(step, schedule.first_step)) + 1)
 
 
 def check_steps(schedule: Schedule, start_step: int, end: RunEnd) -> int:

@@ -5,27 +5,32 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast, overload
 
 import grain
 import numpy as np
 
 from jaxbucket.base.batch import RowShard, checked_shard
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
-from jaxbucket.base.padding import PadValue, check_pad_value
+from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.data.batch_reader import BatchReader, padded_features
+from jaxbucket.data.batch_reader import BatchReader, FeatureTemplate, make_reader
 from jaxbucket.data.example import Sequences, copy_features
+from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
 from jaxbucket.data.num_steps import RunEnd, check_steps, epoch_end, run_end
-from jaxbucket.data.sequence_axes import axis_labels
 from jaxbucket.data.source import Source
-from jaxbucket.data.transform import Transform, check_transform, transform_name
+from jaxbucket.data.transform import Transform
 from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.mixture import Mixture
+
+Reader: TypeAlias = BatchReader | MixtureReader
 
 
 def batch_dataset(
-    source: Source,
+    source: Source | Mapping[str, Source],
     schedule: Schedule,
     *,
     shard: RowShard | None = None,
@@ -52,7 +57,9 @@ def batch_dataset(
       [Bucket(batch_size=2, seq_len=3), Bucket(batch_size=2, seq_len=4)]
 
     Args:
-      source: random-access source of the examples whose lengths were measured.
+      source: random-access source of the examples whose lengths were measured. For a
+        `Mixture` with names, a mapping from name to source; then `sequences`,
+        `pad_value` and `transform` may be mappings with the same names.
       schedule: determines which examples fill which bucket at each step.
       shard: the rows this process loads, from `local_rows(mesh)`. By default all rows.
       start_step: the step of element 0. By default the schedule's first step.
@@ -86,26 +93,26 @@ def batch_dataset(
         an element raises if the length of an example has changed, or if `transform`
         raises, does not return a dict, or changes the length.
     """
-    for method in ("__len__", "__getitem__"):
-        if not hasattr(source, method):
-            raise ValueError(
-                f"`source` is a {type(source).__name__}, which has no `{method}`. Pass "
-                "a random-access source, such as a list, or use `stream_batches` for "
-                "a stream of examples."
-            )
     if not isinstance(schedule, Schedule):
         raise ValueError(
             f"`schedule` is a {type(schedule).__name__}, not a schedule. Pass "
             "`BatchSchedule(plan, lengths)`."
         )
-    reader = BatchReader(
-        source,
-        schedule,
-        checked_shard(shard),
-        padded_features(source, schedule, sequences),
-        check_pad_value(pad_value),
-        check_transform(transform),
-    )
+    shard, options = checked_shard(shard), (sequences, pad_value, transform)
+    if isinstance(schedule, Mixture) and schedule.names:
+        if not isinstance(source, Mapping):
+            raise ValueError(
+                f"`source` is a {type(source).__name__}, but the mixture has the names "
+                f"{list(schedule.names)}. Pass a mapping from these names to sources."
+            )
+        reader = make_mixture_reader(source, schedule, shard, *options)
+    elif isinstance(source, Mapping) and all(isinstance(x, str) for x in source):
+        raise ValueError(
+            f"`source` is a mapping with the names {list(source)[:8]}. Pass it with a "
+            "`Mixture` of schedules with these names, or pass one source."
+        )
+    else:
+        reader = make_reader(cast(Source, source), schedule, shard, *options)
     return BatchDataset(reader, start_step, run_end(num_steps, num_epochs))
 
 
@@ -116,7 +123,7 @@ class BatchDataset(grain.MapDataset[Any]):
     """
 
     def __init__(
-        self, reader: BatchReader, start_step: int | None, end: RunEnd | None = None
+        self, reader: Reader, start_step: int | None, end: RunEnd | None = None
     ):
         super().__init__()
         if start_step is None:
@@ -138,8 +145,11 @@ class BatchDataset(grain.MapDataset[Any]):
         return self._reader.shard
 
     @property
-    def sequences(self) -> Sequences:
-        """The padded features, as passed or as declared by the source."""
+    def sequences(self) -> Any:
+        """The padded features, as passed or as declared by the source.
+
+        For a mixture with names, name -> those of a component.
+        """
         return self._reader.sequences
 
     @property
@@ -148,9 +158,19 @@ class BatchDataset(grain.MapDataset[Any]):
         return self._start_step
 
     @property
-    def example(self) -> dict[str, np.ndarray]:
-        """`source[0]` after `transform`, as arrays: an argument for `batch_specs`."""
+    def example(self) -> dict[str, Any]:
+        """`source[0]` after `transform`, as arrays: an argument for `batch_specs`.
+
+        For a mixture with names, name -> such an example of a component.
+        """
+        if isinstance(self._reader, MixtureReader):
+            return {x: copy_features(y) for x, y in self._reader.like.items()}
         return copy_features(self._reader.like)
+
+    @property
+    def templates(self) -> list[FeatureTemplate]:
+        """The features of the batches, or of those of each component of a mixture."""
+        return self._reader.templates
 
     def __len__(self) -> int:
         return self._num_steps - self._start_step
@@ -254,22 +274,12 @@ def _continue_like(schedule: Schedule, position: DataPosition) -> Schedule:
     return schedule.starting_at(first_step, continues)
 
 
-def _position(reader: BatchReader, step: int) -> DataPosition:
-    schedule, plan = reader.schedule, json.loads(reader.schedule.plan.to_json())
-    padding = {
-        "sequences": axis_labels(reader.sequences),
-        "pad_value": reader.pad_value,
-    }
-    transform = {}
-    if reader.transform is not None:
-        transform = {"transform": transform_name(reader.transform)}
+def _position(reader: Reader, step: int) -> DataPosition:
+    schedule = reader.schedule
     fingerprint = digest(schedule.data_fingerprint.encode(), reader.contents.encode())
     return DataPosition(
         step,
-        {
-            **{name: plan[name] for name in plan if name not in ("format", "version")},
-            "fingerprint": schedule.plan.fingerprint,
-        },
+        _describe_plans(schedule.plans),
         {
             "examples": len(schedule.lengths),
             "tokens": int(schedule.lengths.sum(dtype=np.int64)),
@@ -279,8 +289,18 @@ def _position(reader: BatchReader, step: int) -> DataPosition:
             **schedule.config(),
             "first_step": schedule.first_step,
             "continues": schedule.continues,
-            **padding,
-            **transform,
+            **reader.describe(),
             "fingerprint": schedule.fingerprint,
         },
     )
+
+
+def _describe_plans(plans: Sequence[BucketPlan]) -> dict[str, Any]:
+    """Returns the options of one plan, or of several by their index."""
+    options = [json.loads(plan.to_json()) for plan in plans]
+    for plan in options:
+        del plan["format"], plan["version"]
+    if len(plans) == 1:
+        return {**options[0], "fingerprint": plans[0].fingerprint}
+    fingerprint = digest(*(plan.fingerprint.encode() for plan in plans))
+    return {**{str(i): x for i, x in enumerate(options)}, "fingerprint": fingerprint}

@@ -15,7 +15,9 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.schedule.curriculum import Curriculum
     from jaxbucket.schedule.difficulty_index import DifficultyIndex
     from jaxbucket.schedule.grouped_by_length import GroupedByLength
+    from jaxbucket.schedule.joined_schedule import JoinedSchedule
     from jaxbucket.schedule.mixture import Mixture
+    from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
     from jaxbucket.schedule.noisy_sorted import NoisySorted
     from jaxbucket.schedule.pacing import (
         ByValue,

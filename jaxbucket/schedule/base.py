@@ -6,7 +6,7 @@ import abc
 import copy
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from jaxbucket.base.batch import BatchIndices
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.schedule.example_draws import BatchDraws
@@ -28,7 +29,7 @@ class Schedule(abc.ABC):
     `schedule[step]` is a `BatchIndices`, or a tuple of `accumulate` of them.
 
     Attributes:
-      plan: the buckets.
+      plans: the plans of its batches, one or several.
       lengths: `[N]` integers, one per example.
       accumulate: the number of micro-batches in a step.
       max_segments: the maximum number of examples in a packed row; None if every row
@@ -41,13 +42,63 @@ class Schedule(abc.ABC):
         if there is no such schedule.
     """
 
-    plan: BucketPlan
+    plans: tuple[BucketPlan, ...]
     lengths: np.ndarray
     accumulate: int = 1
     max_segments: int | None = None
     parts: dict[str, np.ndarray] | None = None
     first_step: int = 0
     continues: str | None = None
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The plan, if there is only one.
+
+        Raises:
+          ValueError: if there are several, as in a `JoinedSchedule`.
+        """
+        if len(self.plans) > 1:
+            raise ValueError(
+                f"The schedule has {len(self.plans)} plans, but a single one is needed "
+                "here. Pass a `BatchSchedule` of one of `schedule.plans`."
+            )
+        return next(iter(self.plans))
+
+    @functools.cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets of all plans, each of them once."""
+        return tuple(dict.fromkeys(x for plan in self.plans for x in plan.buckets))
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The sequences that have lengths of their own, which all plans share."""
+        return next(iter(self.plans)).sequences
+
+    @functools.cached_property
+    def truncates(self) -> bool | list[str]:
+        """Whether examples keep their first tokens; or which of their sequences do."""
+        return _any_of([plan.truncates for plan in self.plans])
+
+    @functools.cached_property
+    def truncates_left(self) -> bool | list[str]:
+        """Whether examples keep their last tokens; or which of their sequences do."""
+        return _any_of([plan.truncates_left for plan in self.plans])
+
+    def check_policies(self) -> None:
+        """Checks that no two plans truncate different ends of the examples.
+
+        Raises:
+          ValueError: if one plan truncates their start and another one their end.
+        """
+        first, last = self.truncates, self.truncates_left
+        both = first and last
+        if isinstance(first, list) and isinstance(last, list):
+            both = set(first) & set(last)
+        if both:
+            raise ValueError(
+                "`schedules` have plans with `overlong='truncate'` and with "
+                "'truncate_left'. Use one of them in all plans."
+            )
 
     @property
     def columns(self) -> np.ndarray:
@@ -165,7 +216,7 @@ class Schedule(abc.ABC):
         """
         first = self.first_step
         draws = self._draws(self._check_step(step) - first)
-        return tuple(draw._replace(first_step=first) for draw in draws)
+        return tuple(x._replace(first_step=first + x.first_step) for x in draws)
 
     def bucket_order(self, start_step: int = 0) -> list[Bucket]:
         """Returns the buckets in the order in which the schedule first uses them.
@@ -191,9 +242,9 @@ class Schedule(abc.ABC):
         num_steps = min(len(self), _MAX_STEPS_SEARCHED)
         for step in range(start_step, start_step + num_steps):
             order.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
-            if len(order) == len(self.plan):
+            if len(order) == len(self.buckets):
                 break
-        return list(order | dict.fromkeys(reversed(self.plan.buckets)))
+        return list(order | dict.fromkeys(reversed(self.buckets)))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch of a step, counted from 0.
@@ -204,7 +255,28 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative or before `first_step`.
         """
-        return (self._check_step(step) - self.first_step) // len(self)
+        return self._epoch_of(self._check_step(step) - self.first_step)
+
+    def epoch_start(self, epoch: int) -> int:
+        """Returns the step at which an epoch starts.
+
+        Args:
+          epoch: the epoch, counted from 0.
+
+        Raises:
+          ValueError: if `epoch` is negative or not an integer.
+        """
+        if check_integer("epoch", epoch) < 0:
+            raise ValueError(f"`epoch={epoch}` must not be negative.")
+        return self.first_step + self._start_of(epoch)
+
+    def _epoch_of(self, step: int) -> int:
+        """Returns the epoch of a step, counted from `first_step`."""
+        return step // self.steps_per_epoch
+
+    def _start_of(self, epoch: int) -> int:
+        """Returns the first step of an epoch, counted from `first_step`."""
+        return epoch * self.steps_per_epoch
 
     def _check_step(self, step: int) -> int:
         step = operator.index(step)
@@ -227,10 +299,17 @@ class Schedule(abc.ABC):
     def fingerprint(self) -> str:
         """32 hex digits that identify all batches: plan, lengths and configuration."""
         parts = [
-            self.plan.fingerprint,
+            *(plan.fingerprint for plan in self.plans),
             self.data_fingerprint,
             *self._fingerprint_parts(),
         ]
         if self.continues is not None:
             parts += [str(self.first_step), self.continues]
         return digest("\n".join(parts).encode())
+
+
+def _any_of(policies: Sequence[bool | list[str]]) -> bool | list[str]:
+    """Returns whether a policy applies in any plan; or the sequences it applies to."""
+    if all(isinstance(policy, bool) for policy in policies):
+        return any(policies)
+    return list(dict.fromkeys(x for names in policies for x in names))  # pyright: ignore

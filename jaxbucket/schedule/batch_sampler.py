@@ -53,7 +53,7 @@ class BatchSampler:
             )
         self._schedule = schedule
         self._shard = checked_shard(shard)
-        for bucket in schedule.plan.buckets:
+        for bucket in schedule.buckets:
             self._shard.part_size(bucket.batch_size)
         self.set_epoch(epoch)
 
@@ -77,8 +77,8 @@ class BatchSampler:
         self.epoch = epoch
 
     def _batches(self) -> Iterator[tuple[list[int], Bucket]]:
-        start = self._schedule.first_step + self.epoch * len(self._schedule)
-        for step in range(start, start + len(self._schedule)):
+        start, end = map(self._schedule.epoch_start, (self.epoch, self.epoch + 1))
+        for step in range(start, end):
             for batch in self._schedule.micro_batches(step):
                 rows = batch.rows[self._shard.rows(batch.bucket.batch_size)]
                 yield rows[rows != EMPTY_ROW].tolist(), batch.bucket

@@ -141,7 +141,7 @@ class BatchSchedule(Schedule):
         balance: bool = False,
     ):
         check_choice("group", group, GROUPS)
-        self.plan = plan
+        self.plans = (plan,)
         is_packed = packing is not None
         columns = plan.check(lengths)
         self.lengths = total_lengths(columns)

@@ -58,12 +58,14 @@ class BatchDraws(NamedTuple):
       number: the number of the micro-batch in its epoch if the epoch may have an
         example several times; None if every example comes once.
       first_step: the step from which epochs are counted.
+      first_example: the number of examples in earlier components of a mixture.
     """
 
     seed: int
     epoch: int
     number: int | None
     first_step: int = 0
+    first_example: int = 0
 
     def rng(self, index: int, place: int) -> np.random.Generator:
         """Returns the generator of an example.
@@ -73,4 +75,5 @@ class BatchDraws(NamedTuple):
           place: the place of the example among all examples of the micro-batch.
         """
         draw = 0 if self.number is None else (self.number << _PLACE_BITS) + place
+        index += self.first_example
         return example_rng(self.seed, self.first_step, self.epoch, index, draw)

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.checks import check_accumulate, check_choice
+from jaxbucket.base.digest import digest
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
+from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
+from jaxbucket.schedule.mixture_weights import Weights, check_weights
+from jaxbucket.schedule.turns import ChangingTurns, TurnOrder, Turns
 
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 
-_MAX_PERIOD = 2**16
-_MAX_ERROR = 0.05
+
+class ComponentBatch(NamedTuple):
+    """A batch of one component of a mixture.
+
+    Attributes:
+      component: the index of the component.
+      indices: the bucket, and the rows as the component itself numbers its
+        examples.
+      draws: the random numbers for the examples.
+    """
+
+    component: int
+    indices: BatchIndices
+    draws: BatchDraws
 
 
 class Mixture(Schedule):
@@ -40,14 +56,29 @@ class Mixture(Schedule):
       >>> [int(mixture[step].rows[0]) for step in range(9)]
       [0, 6, 1, 2, 7, 3, 4, 6, 5]
 
+      The small component only comes in after three steps:
+
+      >>> weights = {0: {"large": 1}, 3: {"large": 1, "small": 1}}
+      >>> mixture = Mixture({"large": large, "small": small}, weights)
+      >>> [mixture.name_at(step) for step in range(7)]
+      ['large', 'large', 'large', 'large', 'small', 'large', 'small']
+
     Rows are numbered over all components: the rows of the second component start where
-    the first one ends, as in `concatenate(sources)`.
+    the first one ends, as in `concatenate(sources)`. The examples of components with
+    names come from a source for each: `MeshLoader({"large": ..., "small": ...},
+    mixture, mesh)`. These may have different features, sequences and numbers of
+    examples per row.
 
     Attributes:
-      schedules: the components, which must share one plan.
-      weights: a positive number for each component. Weights whose exact ratio would
-        take a period of more than 2**16 turns are rounded to multiples of 2**-16 of
-        all turns. A weight that rounding would change by more than 5% is refused.
+      schedules: the components, in a list, or in a mapping from names. Each has a plan
+        of its own.
+      names: the names of the components; empty if `schedules` is a list.
+      weights: a positive number for each component, in a list or by name. Weights whose
+        exact ratio would take a period of more than 2**16 turns are rounded to
+        multiples of 2**-16 of all turns. A weight that rounding would change by more
+        than 5% is refused. To change the weights during the run, pass a mapping from
+        step to weights, which starts with step 0. Then weights may be 0 at some steps,
+        and the shares above are those since the last change.
       by: the quantity that is proportional to the weights in the long run: "steps",
         real "tokens" or "examples". If all batches have about the same token budget,
         "steps" and "tokens" are nearly the same.
@@ -60,66 +91,79 @@ class Mixture(Schedule):
 
     Raises:
       ValueError: if a component is not a `BatchSchedule`; if the components differ in
-        their plan or in `accumulate`; if a weight is not positive and finite, or is too
-        small; if `by` is not "steps" and a component draws with replacement.
+        `accumulate` or, without names, in their sequences or in whether rows are
+        packed; if a weight is negative, not finite or too small; if steps of weights
+        do not start at 0 or are not ascending; if `by` is not "steps" and a component
+        draws with replacement.
     """
 
     def __init__(
         self,
-        schedules: Sequence[BatchSchedule],
-        weights: Sequence[float],
+        schedules: Sequence[BatchSchedule] | Mapping[str, BatchSchedule],
+        weights: Weights,
         *,
         by: Unit = "steps",
         accumulate: int = 1,
     ):
         check_choice("by", by, get_args(Unit))
+        self.names: tuple[str, ...] = ()
+        if isinstance(schedules, Mapping):
+            self.names = tuple(schedules)
+            schedules = list(schedules.values())
         self.schedules = list(schedules)
-        self.weights = [_to_float(index, x) for index, x in enumerate(weights)]
+        steps = check_weights(weights, self.names, len(self.schedules))
+        self.weights = steps if len(steps) > 1 else steps[0]
         self.by: Unit = by
         self._check()
-        self.plan = self.schedules[0].plan
+        plans = {x.plan.fingerprint: x.plan for x in self.schedules}
+        self.plans = tuple(plans.values())
+        if not self.names:
+            self.check_policies()
         segments = [x.max_segments for x in self.schedules if x.max_segments]
         self.max_segments = max(segments, default=None)
         self.lengths = np.concatenate([x.lengths for x in self.schedules])
-        columns = [x.parts for x in self.schedules if x.parts is not None]
-        if columns:
-            self.parts = {
-                name: np.concatenate([parts[name] for parts in columns])
-                for name in columns[0]
-            }
+        self.parts = self._join_parts()
         sizes = [len(x.lengths) for x in self.schedules]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._turns_per_step = self._group(check_accumulate(accumulate))
-        self._turns = Turns([self._share(i) for i in range(len(self.schedules))])
+        self._turns = self._order_turns(steps)
 
     def _check(self) -> None:
-        if not self.schedules or len(self.schedules) != len(self.weights):
-            raise ValueError(
-                f"`weights` has {len(self.weights)} entries for {len(self.schedules)} "
-                "schedules. Pass at least one schedule, and one weight for each."
-            )
         for index, schedule in enumerate(self.schedules):
             if not isinstance(schedule, BatchSchedule):
                 raise ValueError(
-                    f"`schedules[{index}]` is a {type(schedule).__name__}, not a "
-                    "`BatchSchedule`. Instead of a mixture, pass its components."
+                    f"`schedules[{self._key(index)!r}]` is a "
+                    f"{type(schedule).__name__}, not a `BatchSchedule`. Instead of a "
+                    "mixture, pass its components."
                 )
-        for index, weight in enumerate(self.weights):
-            if not 0 < weight < math.inf:
-                raise ValueError(
-                    f"`weights[{index}]={weight}` must be positive and finite. Leave "
-                    "out components that have no share."
-                )
-        if len({x.plan.fingerprint for x in self.schedules}) > 1:
+        if self.names:
+            return
+        if len({x.sequences for x in self.schedules}) > 1:
             raise ValueError(
-                "`schedules` have different plans. Plan once for the lengths of all "
-                "components together, and pass this plan to every schedule."
+                "`schedules` have different sequences: "
+                f"{[x.sequences for x in self.schedules]}. Pass a mapping from names "
+                "to schedules, and one from names to sources to the loader."
             )
         if len({x.packing is None for x in self.schedules}) > 1:
             raise ValueError(
                 "`schedules` have both packed rows and rows of one example. Pack all "
-                "components or none."
+                "components or none, or pass a mapping from names to schedules, and "
+                "one from names to sources to the loader."
             )
+
+    def _key(self, index: int) -> str | int:
+        return self.names[index] if self.names else index
+
+    def _join_parts(self) -> dict[str, np.ndarray] | None:
+        """Returns the lengths of each sequence, if all components have the same."""
+        columns = [x.parts or {} for x in self.schedules]
+        names = {tuple(parts) for parts in columns}
+        if len(names) > 1 or not columns[0]:
+            return None
+        return {
+            name: np.concatenate([parts[name] for parts in columns])
+            for name in columns[0]
+        }
 
     def _group(self, accumulate: int) -> int:
         """Sets `accumulate` and returns the number of turns in a step."""
@@ -133,30 +177,50 @@ class Mixture(Schedule):
         self.accumulate = max(numbers[0], accumulate)
         return accumulate
 
-    def _share(self, index: int) -> Fraction:
+    def _order_turns(self, steps: Mapping[int, Sequence[float]]) -> TurnOrder:
+        shares = [
+            [self._share(index, weight) for index, weight in enumerate(weights)]
+            for weights in steps.values()
+        ]
+        if len(shares) == 1:
+            return Turns(shares[0])
+        return ChangingTurns([x * self._turns_per_step for x in steps], shares)
+
+    def _share(self, index: int, weight: float) -> Fraction:
         """Returns the share of a component in all turns, up to a common factor."""
         schedule = self.schedules[index]
         # The decimal that the user wrote, 7/10 for 0.7, gives a short period.
-        weight = Fraction(repr(self.weights[index]))
-        if self.by == "steps":
-            return weight
+        share = Fraction(repr(weight))
+        if self.by == "steps" or not share:
+            return share
         epoch = schedule.cost()
         per_epoch = epoch.real_tokens
         if self.by == "examples":
             per_epoch = epoch.packed_examples or epoch.examples
-        return weight * len(schedule) / per_epoch
+        return share * len(schedule) / per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps until every component has completed its own epoch."""
-        turns = max(
+        """The number of steps until every component has completed its own epoch.
+
+        Components whose weight is 0 from some step on, and that do not complete an
+        epoch before, do not count.
+        """
+        return self._steps_per_epoch
+
+    @functools.cached_property
+    def _steps_per_epoch(self) -> int:
+        turns = [
             self._turns.until(index, len(schedule))
             for index, schedule in enumerate(self.schedules)
-        )
-        return -(-turns // self._turns_per_step)
+        ]
+        return -(-max(x for x in turns if x is not None) // self._turns_per_step)
 
     def __repr__(self) -> str:
-        return f"Mixture({self.schedules}, weights={self.weights}, by={self.by!r})"
+        schedules = self.schedules
+        if self.names:
+            schedules = dict(zip(self.names, schedules, strict=True))
+        return f"Mixture({schedules}, weights={self.weights}, by={self.by!r})"
 
     def component_at(self, step: int) -> int:
         """Returns the index of the component that a step comes from.
@@ -171,6 +235,76 @@ class Mixture(Schedule):
         """
         turn = (self._check_step(step) - self.first_step) * self._turns_per_step
         return self._turns.at(turn)[0]
+
+    def name_at(self, step: int) -> str | int:
+        """Returns the name of the component that a step comes from, or its index.
+
+        Args:
+          step: as for `component_at`.
+
+        Raises:
+          IndexError: as `component_at`.
+        """
+        return self._key(self.component_at(step))
+
+    def component_batches(self, step: int) -> list[ComponentBatch]:
+        """Returns the micro-batches of a step, with the rows of the components.
+
+        Args:
+          step: the step, counted over all epochs.
+
+        Raises:
+          IndexError: if `step` is negative or before `first_step`.
+        """
+        first = self.first_step
+        return [
+            ComponentBatch(
+                index,
+                indices,
+                draws._replace(first_step=first, first_example=self._starts[index]),
+            )
+            for index, number in self._components(self._check_step(step) - first)
+            for indices, draws in zip(
+                self.schedules[index]._micro_batches(number),
+                self.schedules[index]._draws(number),
+                strict=True,
+            )
+        ]
+
+    def report(self, num_steps: int | None = None) -> MixtureReport:
+        """Returns the steps, epochs, examples and tokens of each component.
+
+        Example:
+          >>> from jaxbucket import plan_buckets
+          >>> long = BatchSchedule(plan_buckets([8], max_tokens=8), [8] * 4)
+          >>> short = BatchSchedule(plan_buckets([2], max_tokens=8), [2] * 8)
+          >>> mixture = Mixture({"long": long, "short": short}, {"long": 3, "short": 1})
+          >>> [(x.steps, x.examples) for x in mixture.report(num_steps=8).components]
+          [(6, 6.0), (2, 8.0)]
+
+        Args:
+          num_steps: the number of steps from `first_step`; by default those of one
+            epoch.
+
+        Returns:
+          The numbers; those of examples and tokens are means if an epoch is incomplete.
+
+        Raises:
+          ValueError: if `num_steps` is not positive, or a component draws with
+            replacement.
+        """
+        num_steps = self.steps_per_epoch if num_steps is None else num_steps
+        turns = np.arange(check_accumulate(num_steps) * self._turns_per_step)
+        counts = np.bincount(
+            self._turns.at_each(turns)[0], minlength=len(self.schedules)
+        )
+        return MixtureReport(
+            num_steps,
+            tuple(
+                ComponentReport.of(str(self._key(index)), schedule, int(counts[index]))
+                for index, schedule in enumerate(self.schedules)
+            ),
+        )
 
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         return tuple(
@@ -196,121 +330,44 @@ class Mixture(Schedule):
     def _shift_rows(self, rows: np.ndarray, start: int) -> np.ndarray:
         """Returns rows numbered over all components, padded to `max_segments`."""
         rows = np.where(rows < 0, EMPTY_ROW, rows + start)
-        if self.max_segments is None:
+        if self.max_segments is None or rows.ndim == 1:
             return rows
-        missing = self.max_segments - rows.shape[1]
-        return np.pad(rows, ((0, 0), (0, missing)), constant_values=EMPTY_ROW)
+        return pad_segments(rows, self.max_segments)
+
+    @functools.cached_property
+    def data_fingerprint(self) -> str:
+        """32 hex digits that identify the lengths, and the names of the components."""
+        if not self.names:
+            return super().data_fingerprint
+        parts = zip(self.names, self.schedules, strict=True)
+        return digest(*(f"{n} {x.data_fingerprint}".encode() for n, x in parts))
 
     def config(self) -> dict[str, Any]:
-        return {
+        config = {
             "mixture": [schedule.config() for schedule in self.schedules],
             "sizes": [len(schedule.lengths) for schedule in self.schedules],
             "weights": self.weights,
             "by": self.by,
             "accumulate": self.accumulate,
         }
+        if isinstance(self.weights, dict):
+            config["weights"] = {str(step): x for step, x in self.weights.items()}
+        return config | ({"names": list(self.names)} if self.names else {})
 
     def _fingerprint_parts(self) -> list[str]:
         names = [schedule.fingerprint for schedule in self.schedules]
-        weights = [weight.hex() for weight in self.weights]
+        if isinstance(self.weights, dict):
+            weights = [
+                f"{step} {weight.hex()}"
+                for step, weights in self.weights.items()
+                for weight in weights
+            ]
+        else:
+            weights = [weight.hex() for weight in self.weights]
         return ["mixture", *names, *weights, self.by, str(self.accumulate)]
 
 
-def _to_float(index: int, weight: Any) -> float:
-    try:
-        return float(weight)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"`weights[{index}]={weight!r}` is not a number. Pass a positive one."
-        ) from None
-
-
-class Turns:
-    """A periodic sequence of turns, spread as evenly as the shares allow.
-
-    After any number of turns each of the n members has had its share to within
-    `1 - 1 / (2 * n - 2)` of a turn (Tijdeman, "The chairman assignment problem",
-    Discrete Mathematics 1980). Only one period of the sequence is stored.
-
-    Example:
-      >>> turns = Turns([Fraction(2), Fraction(1), Fraction(1)])
-      >>> [turns.at(turn) for turn in range(5)]
-      [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2)]
-
-    Args:
-      shares: `[n]` positive numbers. They are rounded to multiples of 2**-16 of their
-        sum if an exact period would be longer than 2**16 turns.
-
-    Attributes:
-      parts: `[n]` int64, the turns of each member in a period.
-      period: the sum of `parts`.
-
-    Raises:
-      ValueError: if rounding changes a share by more than 5%.
-    """
-
-    def __init__(self, shares: Sequence[Fraction]):
-        self.parts = _parts(shares)
-        self.period = int(self.parts.sum())
-        members = _assign_turns(self.parts)
-        self._members = members.astype(np.uint16)
-        # A stable sort keeps the turns of each member in order.
-        turns = np.argsort(members, kind="stable")
-        self._turns_by_member = np.split(turns, np.cumsum(self.parts)[:-1])
-        self._turns_before = np.empty(self.period, np.int64)
-        for member_turns in self._turns_by_member:
-            self._turns_before[member_turns] = np.arange(len(member_turns))
-
-    def at(self, turn: int) -> tuple[int, int]:
-        """Returns the member of a turn, and the number of its earlier turns."""
-        periods, turn = divmod(turn, self.period)
-        member = int(self._members[turn])
-        before = int(self._turns_before[turn])
-        return member, periods * int(self.parts[member]) + before
-
-    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the same as `at` for each of `[n]` turns."""
-        periods, turns = np.divmod(turns, self.period)
-        members = self._members[turns]
-        return members, periods * self.parts[members] + self._turns_before[turns]
-
-    def until(self, member: int, count: int) -> int:
-        """Returns the number of turns after which a member has had `count` >= 1."""
-        periods, last = divmod(count - 1, int(self.parts[member]))
-        return periods * self.period + int(self._turns_by_member[member][last]) + 1
-
-
-def _parts(shares: Sequence[Fraction]) -> np.ndarray:
-    """Returns `[n]` integers proportional to the shares, rounded if necessary."""
-    common = math.lcm(*(share.denominator for share in shares))
-    whole = [int(share * common) for share in shares]
-    whole = [number // math.gcd(*whole) for number in whole]
-    total = sum(whole)
-    if total <= _MAX_PERIOD:
-        return np.array(whole)
-    exact = [number * _MAX_PERIOD / total for number in whole]
-    for index, share in enumerate(exact):
-        if abs(round(share) - share) > _MAX_ERROR * share:
-            raise ValueError(
-                f"`weights`: component {index} has {share:.3g} of {_MAX_PERIOD} steps, "
-                f"which cannot be rounded to within {_MAX_ERROR:.0%}. Raise its "
-                "weight, leave the component out, or choose weights whose ratios are "
-                "ratios of small integers."
-            )
-    return np.array([round(share) for share in exact])
-
-
-def _assign_turns(parts: np.ndarray) -> np.ndarray:
-    """Returns the member of each turn of one period, by Tijdeman's algorithm."""
-    period, scale = int(parts.sum()), max(2 * len(parts) - 2, 1)
-    members = np.zeros(period, np.int64)
-    # How much each member has had too little so far, in units of 1 / period turns.
-    deficit = np.zeros(len(parts), np.int64)
-    for turn in range(period):
-        deficit += parts
-        # Among the members with a large enough deficit, the one with the earliest
-        # deadline takes the turn.
-        deadline = ((scale - 1) * period - scale * deficit) / parts
-        members[turn] = np.argmin(np.where(scale * deficit >= period, deadline, np.inf))
-        deficit[members[turn]] -= period
-    return members
+def pad_segments(rows: np.ndarray, max_segments: int) -> np.ndarray:
+    """Returns packed rows `[B, S]` as `[B, max_segments]`, followed by -1."""
+    missing = max_segments - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, missing)), constant_values=EMPTY_ROW)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -55,7 +55,9 @@ class MeshLoader:
       (2, 1, 1)
 
     Args:
-      source: examples by index, the same ones that were measured.
+      source: examples by index, the same ones that were measured. For a `Mixture` with
+        names, a mapping from name to source; then `sequences`, `pad_value` and
+        `transform` may be mappings with the same names.
       schedule: assigns examples to the rows of a bucket for each step.
       mesh: the mesh on which batches are sharded.
       start_step: the first step to yield; by default the schedule's first.
@@ -99,7 +101,7 @@ class MeshLoader:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Mapping[str, Source],
         schedule: Schedule,
         mesh: Mesh,
         *,
@@ -167,16 +169,24 @@ class MeshLoader:
         """Shapes, dtypes and shardings of the batches per bucket, for `compile_steps`.
 
         Raises:
-          ValueError: if jax does not support the dtype of a feature.
+          ValueError: if jax does not support the dtype of a feature, or two components
+            of a mixture have a bucket in common, but different features.
         """
-        return batch_specs(
-            self.schedule.plan,
-            self.dataset.example,
-            self.mesh,
-            batch_axes=self.batch_axes,
-            sequences=self.dataset.sequences,
-            max_segments=self.schedule.max_segments,
-        )
+        specs: dict[Bucket, Batch] = {}
+        for template in self.dataset.templates:
+            for plan in template.plans:
+                new = batch_specs(
+                    plan,
+                    template.example,
+                    self.mesh,
+                    batch_axes=self.batch_axes,
+                    sequences=template.sequences,
+                    max_segments=template.max_segments,
+                )
+                for bucket in specs.keys() & new.keys():
+                    _check_same_features(bucket, specs[bucket], new[bucket])
+                specs |= new
+        return specs
 
     def position(self, step: int) -> DataPosition:
         """Returns the position to save together with a state after `step` updates.
@@ -207,3 +217,15 @@ class MeshLoader:
         resumed = copy.copy(self)
         resumed.dataset = self.dataset.resume(position)
         return resumed
+
+
+def _check_same_features(bucket: Bucket, first: Batch, second: Batch) -> None:
+    """Raises a ValueError if batches of one bucket have different arrays."""
+    if first != second:
+        raise ValueError(
+            f"Two components of the mixture have the bucket {bucket}, one with the "
+            f"features {sorted(first.features)} and one with "
+            f"{sorted(second.features)}, or with other dtypes. Plan one of them with a "
+            "different `seq_len_multiple` or `max_tokens`, so that they have no bucket "
+            "in common."
+        )

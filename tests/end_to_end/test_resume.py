@@ -364,4 +364,3 @@ def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
     assert len({end["batches_digest"] for end in ends}) == 1
     whole = json.loads((folder / "whole.json").read_text())["train"]
     assert ends[0]["batches_digest"] != whole["batches_digest"]
-

@@ -1,6 +1,7 @@
 """Mixtures of several schedules by weight."""
 
 import itertools
+import json
 from fractions import Fraction
 
 import numpy as np
@@ -15,8 +16,9 @@ from jaxbucket import (
     batch_dataset,
     plan_buckets,
 )
-from jaxbucket.data import concatenate, write_token_file
-from jaxbucket.schedule.mixture import Turns
+from jaxbucket.data import RowShard, concatenate, write_token_file
+from jaxbucket.packing import pack
+from jaxbucket.schedule.turns import ChangingTurns, Turns
 
 SIZES = (300, 40, 7)
 
@@ -174,6 +176,183 @@ def test_accumulating_components_have_steps_of_several_buckets():
     assert share_of_single_buckets(1, accumulate=2, group="mixed") < 0.1
 
 
+@pytest.mark.parametrize("seed", seeds(4, 40))
+def test_members_go_on_when_shares_change(seed):
+    rng = np.random.default_rng(seed)
+    count, periods = int(rng.integers(1, 6)), int(rng.integers(1, 5))
+    starts = np.append(0, np.cumsum(rng.integers(1, 80, periods - 1)))
+    shares = rng.integers(0, 5, (periods, count)) / 4
+    shares[np.arange(periods), rng.integers(count, size=periods)] = 1
+    turns = ChangingTurns(starts.tolist(), [list(map(Fraction, x)) for x in shares])
+    num_turns = int(starts[-1]) + 200
+    had, due, last = np.zeros((3, count))
+    for turn in range(num_turns):
+        if turn in starts:
+            last, due = had.copy(), np.zeros(count)
+            share = shares[starts.tolist().index(turn)]
+        member, number = turns.at(turn)
+        assert number == had[member]
+        had[member] += 1
+        due += share / share.sum()
+        assert abs(had - last - due).max() < 1
+        if seed < 6:
+            # The first turn after which the member has had as many.
+            assert turns.until(member, number + 1) == turn + 1
+    for member in np.flatnonzero(shares[-1] == 0):
+        assert turns.until(member, int(had[member]) + 1) is None
+    order = rng.permutation(num_turns)
+    expected = np.array([turns.at(turn) for turn in order.tolist()])
+    np.testing.assert_array_equal(np.transpose(turns.at_each(order)), expected)
+
+
+def test_weights_change_at_steps_and_components_go_on():
+    schedules = components()
+    weights = {0: [1, 0, 0], 10: [1, 1, 0], 31: [2, 1, 1]}
+    mixture = Mixture(schedules, weights, accumulate=2)
+    seen, starts = [0] * 3, np.cumsum([0, *SIZES])
+    counts = np.zeros((60, 3))
+    for step in range(60):
+        for batch in mixture.micro_batches(step):
+            index = int(np.searchsorted(starts, batch.rows.max(), "right")) - 1
+            expected = schedules[index][seen[index]].rows
+            np.testing.assert_array_equal(
+                batch.rows, np.where(expected < 0, -1, expected + starts[index])
+            )
+            seen[index] += 1
+            counts[step, index] += 1
+    assert counts[:10].sum(axis=0).tolist() == [20, 0, 0]
+    assert counts[10:31].sum(axis=0).tolist() == [21, 21, 0]
+    np.testing.assert_allclose(counts[31:].sum(axis=0), [29, 14.5, 14.5], atol=1)
+    again = Mixture(schedules, weights, accumulate=2)
+    assert again.fingerprint == mixture.fingerprint
+    other = Mixture(schedules, {**weights, 31: [2, 1, 2]}, accumulate=2)
+    assert other.fingerprint != mixture.fingerprint
+
+
+def test_an_epoch_ends_when_the_remaining_components_have_completed_one():
+    schedules = components()
+    # The last one is left out too early to complete an epoch.
+    mixture = Mixture(schedules, {0: [1, 1, 1], 2: [1, 1, 0]})
+    who = [mixture.component_at(step) for step in range(len(mixture))]
+    assert max(who.count(i) / len(schedules[i]) for i in (0, 1)) >= 1
+    assert min(who.count(i) / len(schedules[i]) for i in (0, 1)) == 1
+    assert who.count(2) == 1 < len(schedules[2]) or len(schedules[2]) == 1
+
+
+def test_the_report_counts_what_each_component_contributes():
+    schedules = dict(zip("abc", components(), strict=True))
+    mixture = Mixture(schedules, {"a": 2, "b": 1, "c": 1})
+    num_steps = 4 * max(map(len, schedules.values()))
+    report = mixture.report(num_steps)
+    for part, schedule in zip(report.components, schedules.values(), strict=True):
+        steps = [schedule[step].rows for step in range(part.steps)]
+        rows = np.concatenate(steps)
+        rows = rows[rows >= 0]
+        assert part.epochs == part.steps / len(schedule)
+        assert abs(part.examples - len(rows)) <= len(schedule.lengths)
+        if part.steps % len(schedule) == 0:
+            assert part.examples == len(rows)
+            assert part.real_tokens == schedule.lengths[rows].sum()
+    assert sum(x.steps for x in report.components) == num_steps
+    assert sum(x.token_share for x in report.components) == pytest.approx(1)
+    assert [x["name"] for x in report.to_dict()["components"]] == list("abc")
+    assert str(report).count("\n") >= 5 and f"{num_steps:,} steps." in str(report)
+    assert json.loads(report.to_json()) == json.loads(json.dumps(report.to_dict()))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_sources_by_name_have_the_batches_of_concatenated_ones(num_hosts):
+    """The random numbers of a transform, too."""
+    names = ("a", "b", "c")
+    sources = [examples(x.lengths, 0) for x in components()]
+    options = {"weights": [2, 1, 1], "accumulate": 2}
+    plain = Mixture(components(), **options)
+    options["weights"] = dict(zip(names, options["weights"], strict=True))
+    named = Mixture(dict(zip(names, components(), strict=True)), **options)
+
+    def add_noise(example, rng):
+        return {**example, "noise": rng.integers(2**60)}
+
+    for host in range(num_hosts):
+        shard = RowShard((host,), num_hosts)
+        settings = {"shard": shard, "transform": add_noise, "num_steps": 25}
+        one = batch_dataset(concatenate(sources), plain, **settings)
+        each = batch_dataset(
+            dict(zip(names[::-1], sources[::-1], strict=True)),
+            named,
+            **settings,
+        )
+        resumed = each.resume(each.position(11))
+        for step, micro in enumerate(one):
+            others = [each[step], *([resumed[step - 11]] if step > 10 else [])]
+            for other in others:
+                for a, b in zip(micro, other, strict=True):
+                    for name in ("tokens", "noise"):
+                        np.testing.assert_array_equal(
+                            a.features[name], b.features[name]
+                        )
+
+
+def test_components_with_names_have_options_of_their_own():
+    plan = plan_buckets([4], max_tokens=8)
+    schedules = {x: BatchSchedule(plan, [4, 3]) for x in ("text", "audio")}
+    mixture = Mixture(schedules, {"text": 1, "audio": 1})
+    sources = {
+        "text": [{"tokens": np.ones(n, int)} for n in (4, 3)],
+        "audio": [{"frames": np.ones((n, 2))} for n in (4, 3)],
+    }
+
+    def double(example, rng):
+        return {**example, "frames": 2 * example["frames"]}
+
+    dataset = batch_dataset(
+        sources,
+        mixture,
+        sequences={"text": ["tokens"], "audio": ["frames"]},
+        pad_value={"text": 7, "audio": -1},
+        transform={"text": None, "audio": double},
+    )
+    text, audio = sorted(dataset, key=lambda x: "frames" in x.features)
+    assert sorted(np.unique(text.features["tokens"])) == [1, 7]
+    assert sorted(np.unique(audio.features["frames"])) == [-1, 2]
+    assert dataset.position(0).schedule["transform"]["audio"].endswith("double")
+    assert sorted(dataset.example) == ["audio", "text"]
+
+
+SAME = BatchSchedule(PLAN := BucketPlan((Bucket(2, 8),), max_tokens=16), [3, 4])
+
+
+@pytest.mark.parametrize(
+    ("source", "mixture", "message"),
+    [
+        ([{"x": [1]}], {"a": SAME}, r"mixture has the names \['a'\]. Pass a mapping"),
+        (
+            {"b": [{"x": [1]}]},
+            {"a": SAME},
+            r"`source` has the names \['b'\], and the mixture has \['a'\]",
+        ),
+        ({"a": [{"x": [1]}]}, [SAME], r"`source` is a mapping with the names \['a'\]"),
+        ({"a": iter([])}, {"a": SAME}, "has no `__len__`"),
+        ({"a": [{"x": [1]}]}, {"a": SAME}, "`source` has 1 examples, but the schedule"),
+    ],
+)
+def test_sources_that_do_not_fit_the_mixture_are_refused(source, mixture, message):
+    weights = {"a": 1} if isinstance(mixture, dict) else [1]
+    with pytest.raises(ValueError, match=message) as error:
+        batch_dataset(source, Mixture(mixture, weights))
+    notes = getattr(error.value, "__notes__", [])
+    named = notes == ["This is the component 'a' of the mixture."]
+    assert named == (list(source) == ["a"] and isinstance(mixture, dict))
+
+
+def test_the_component_of_an_unreadable_example_is_named():
+    source = {"a": [{"x": [1, 2, 3]}, {"x": [1, 2]}]}
+    dataset = batch_dataset(source, Mixture({"a": SAME}, {"a": 1}))
+    with pytest.raises(ValueError, match=r"`source\[1\]`") as error:
+        list(dataset)
+    assert "This is the component 'a' of the mixture." in error.value.__notes__
+
+
 def examples(lengths: np.ndarray, first: int) -> list[dict]:
     return [
         {"tokens": np.full(n, first + i, np.int32), "index": np.array(first + i)}
@@ -234,8 +413,14 @@ def test_the_fingerprint_depends_on_all_options():
     assert Mixture(components(), [5, 2, 1]).fingerprint == mixtures[0].fingerprint
 
 
-PLAN = BucketPlan((Bucket(2, 8),), max_tokens=16)
-OTHER = BucketPlan((Bucket(1, 8),), max_tokens=16)
+PAIRS = BatchSchedule(
+    BucketPlan((Bucket(2, {"a": 8, "b": 8}),), max_tokens=32), {"a": [3], "b": [1]}
+)
+PACKED = BatchSchedule(PLAN, [3], packing=pack([3], 8))
+TRUNCATING = [
+    BucketPlan((Bucket(size, 4),), max_tokens=16, overlong=policy)
+    for size, policy in ((1, "truncate"), (2, "truncate_left"))
+]
 
 
 @pytest.mark.parametrize(
@@ -260,8 +445,51 @@ OTHER = BucketPlan((Bucket(1, 8),), max_tokens=16)
         ),
         (lambda x: Mixture([x], [1], by="rows"), "`by='rows'`: choose 'steps'"),
         (
-            lambda x: Mixture([x, BatchSchedule(OTHER, [3])], [1, 1]),
-            "`schedules` have different plans. Plan once",
+            lambda x: Mixture([x, PAIRS], [1, 1]),
+            r"`schedules` have different sequences: \[\(\), \('a', 'b'\)\]. Pass a map",
+        ),
+        (
+            lambda x: Mixture([x, PACKED], [1, 1]),
+            "`schedules` have both packed rows and rows of one example",
+        ),
+        (
+            lambda x: Mixture([BatchSchedule(y, [9]) for y in TRUNCATING], [1, 1]),
+            "`overlong='truncate'` and with 'truncate_left'",
+        ),
+        (lambda x: Mixture({}, {}), "`weights` gives no component a share"),
+        (
+            lambda x: Mixture({"a": x}, [1]),
+            "`weights` is a list, but `schedules` has na",
+        ),
+        (
+            lambda x: Mixture({"a": x, "b": x}, {"a": 1}),
+            r"`weights` has the names \['a'\], but `schedules` has \['a', 'b'\]",
+        ),
+        (lambda x: Mixture({"a": x}, {"a": 1, "c": 1}), r"has the names \['a', 'c'\]"),
+        (
+            lambda x: Mixture({"a": x}, {"a": 0}),
+            r"`weights\['a'\]=0.0` must be positive",
+        ),
+        (lambda x: Mixture({"a": [1]}, {"a": 1}), r"`schedules\['a'\]` is a list"),
+        (
+            lambda x: Mixture([x], {3: [1]}),
+            r"`weights` has the steps \[3\]. Start with",
+        ),
+        (
+            lambda x: Mixture([x], {0: [1], 9: [1], 4: [1]}),
+            r"`weights` has the steps \[0, 9, 4\]. Start with step 0, in ascending",
+        ),
+        (
+            lambda x: Mixture([x, x], {0: [1, 0], 4: [0, 0]}),
+            r"`weights\[4\]` gives no component a share",
+        ),
+        (
+            lambda x: Mixture({"a": x, "b": x}, {0: {"a": 1}, 4: {"a": 2}}),
+            "`weights` gives 'b' no share at any step. Leave it out",
+        ),
+        (
+            lambda x: Mixture([x, x], {0: [1, 0], 4: [1, -1]}),
+            r"`weights\[4\]\[1\]=-1.0` must be positive and finite",
         ),
         (
             lambda x: Mixture([x, BatchSchedule(PLAN, [3], accumulate=2)], [1, 1]),

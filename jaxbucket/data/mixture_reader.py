@@ -1,0 +1,134 @@
+"""Reads the batches of a mixture whose components have sources of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxbucket.base.batch import Batch, RowShard
+from jaxbucket.base.digest import digest
+from jaxbucket.data.batch_reader import BatchReader, FeatureTemplate, make_reader
+from jaxbucket.data.example import Example
+from jaxbucket.data.source import Source
+from jaxbucket.schedule.mixture import ComponentBatch, Mixture
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MixtureReader:
+    """Reads the batches of a mixture from a source for each component.
+
+    It has the interface of a `BatchReader`.
+
+    Attributes:
+      schedule: the mixture.
+      readers: name -> the reader of a component.
+      shard: the rows to read of each batch.
+    """
+
+    schedule: Mixture
+    readers: Mapping[str, BatchReader]
+    shard: RowShard
+
+    @property
+    def contents(self) -> str:
+        """32 hex digits that identify the contents of all sources."""
+        return digest(*(x.contents.encode() for x in self.readers.values()))
+
+    @property
+    def sequences(self) -> dict[str, Any]:
+        """Name -> the padded features of a component."""
+        return {name: reader.sequences for name, reader in self.readers.items()}
+
+    @property
+    def like(self) -> dict[str, Example]:
+        """Name -> the template for the features of a component."""
+        result = {}
+        for name, reader in self.readers.items():
+            with _naming(name):
+                result[name] = reader.like
+        return result
+
+    @property
+    def templates(self) -> list[FeatureTemplate]:
+        """The features of the batches of each component."""
+        # This reads an example of each source, with the names in errors.
+        _ = self.like
+        return [x for reader in self.readers.values() for x in reader.templates]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the options of all components, as plain Python for JSON."""
+        options = {name: x.describe() for name, x in self.readers.items()}
+        names = dict.fromkeys(option for x in options.values() for option in x)
+        return {
+            option: {name: options[name].get(option) for name in self.readers}
+            for option in names
+        }
+
+    def read(self, step: int) -> Batch | tuple[Batch, ...]:
+        """Returns the numpy batch of a step, or a tuple of its micro-batches."""
+        micro = self.schedule.component_batches(step)
+        batches = tuple(self._read_batch(x, step) for x in micro)
+        return batches[0] if self.schedule.accumulate == 1 else batches
+
+    def _read_batch(self, batch: ComponentBatch, step: int) -> Batch:
+        name = self.schedule.names[batch.component]
+        with _naming(name):
+            return self.readers[name].read_batch(batch.indices, batch.draws, step)
+
+
+def make_mixture_reader(
+    sources: Mapping[str, Source],
+    schedule: Mixture,
+    shard: RowShard,
+    sequences: Any,
+    pad_value: Any,
+    transform: Any,
+) -> MixtureReader:
+    """Returns the reader of a mixture with names.
+
+    Args:
+      sources: name -> the source of a component.
+      schedule: the mixture.
+      shard: the rows to read of each batch.
+      sequences: as for `batch_dataset`, for all components; or a mapping with exactly
+        the names of the components.
+      pad_value: as `sequences`.
+      transform: as `sequences`.
+
+    Raises:
+      ValueError: if the names differ, or an option does not fit its component, which
+        a note names.
+    """
+    if tuple(sorted(sources)) != tuple(sorted(schedule.names)):
+        raise ValueError(
+            f"`source` has the names {list(sources)}, and the mixture has "
+            f"{list(schedule.names)}. Pass a source for each component."
+        )
+    readers = {}
+    for name, component in zip(schedule.names, schedule.schedules, strict=True):
+        options: list[Any] = [
+            _of_component(value, name, schedule.names)
+            for value in (sequences, pad_value, transform)
+        ]
+        with _naming(name):
+            readers[name] = make_reader(sources[name], component, shard, *options)
+    return MixtureReader(schedule, readers, shard)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of a component to the errors of a `with` block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This is the component {name!r} of the mixture.")
+        raise
+
+
+def _of_component(value: Any, name: str, names: tuple[str, ...]) -> Any:
+    """Returns the value of an option for a component."""
+    if isinstance(value, Mapping) and set(value) == set(names):
+        return value[name]
+    return value

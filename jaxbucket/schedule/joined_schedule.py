@@ -1,0 +1,174 @@
+"""Several schedules one after another: planned changes during a run."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.batch import BatchIndices
+from jaxbucket.base.checks import check_integer
+from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.batch_schedule import BatchSchedule
+from jaxbucket.schedule.example_draws import BatchDraws
+from jaxbucket.schedule.mixture import Mixture, pad_segments
+
+
+class JoinedSchedule(Schedule):
+    """A schedule that changes to another one at given steps.
+
+    The plan, the token budget, the order, the number of micro-batches or the weights of
+    a mixture may change. All shapes are known before the first step, so `compile_steps`
+    compiles them once. Each schedule starts with its own step 0, as in
+    `optax.join_schedules`.
+
+    A change starts a new epoch. The rest of the epoch before it is left out, so choose
+    a step at which an epoch ends, `schedule.epoch_start(n)`, if every example should be
+    in every epoch. Schedules with the same seed, plan and order have the same batches
+    in their first epochs; pass different seeds.
+
+    Example:
+      The first epoch by length, as in Deep Speech 2 (Amodei et al. 2015, "SortaGrad"):
+
+      >>> from jaxbucket import BatchSchedule, Bucket, BucketPlan
+      >>> plan = BucketPlan((Bucket(2, 4), Bucket(1, 8)), max_tokens=8)
+      >>> lengths = [4, 8, 3, 7, 2, 1]
+      >>> by_length = BatchSchedule(plan, lengths, order="ascending")
+      >>> spread = BatchSchedule(plan, lengths, seed=1)
+      >>> schedule = JoinedSchedule({0: by_length, len(by_length): spread})
+      >>> [schedule[step].bucket.seq_len for step in range(4)]
+      [4, 4, 8, 8]
+      >>> schedule.epoch_at(3), schedule.epoch_at(4)
+      (0, 1)
+
+    Attributes:
+      schedules: step -> the schedule from this step on. The first step is 0. All
+        schedules have the same lengths; all have packed rows or none.
+      plans: the different plans of the schedules.
+      accumulate: the largest number of micro-batches in a step. If it is not 1,
+        `schedule[step]` is a tuple at every step, which may have a single element.
+
+    Raises:
+      ValueError: if the steps do not start at 0 or are not ascending; if a schedule is
+        not a `BatchSchedule` or a `Mixture`, was created by `continue_with`, or is a
+        mixture with names; if schedules differ in their lengths, their sequences or in
+        whether rows are packed; or if some truncate the start and others the end.
+    """
+
+    def __init__(self, schedules: Mapping[int, Schedule]):
+        self.schedules = dict(schedules)
+        self._steps = [check_integer("step", step) for step in self.schedules]
+        self._phases = list(self.schedules.values())
+        self._check()
+        first = self._phases[0]
+        plans = [plan for phase in self._phases for plan in phase.plans]
+        self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())
+        self.check_policies()
+        self.lengths, self.parts = first.lengths, first.parts
+        self.accumulate = max(phase.accumulate for phase in self._phases)
+        if first.max_segments is not None:
+            self.max_segments = max(x.max_segments or 0 for x in self._phases)
+        lengths_of_phases = np.diff(self._steps).tolist()
+        epochs = [
+            -(-length // len(phase))
+            for length, phase in zip(lengths_of_phases, self._phases, strict=False)
+        ]
+        # The epoch with which each schedule starts.
+        self._epochs = [0, *itertools.accumulate(epochs)]
+
+    def _check(self) -> None:
+        steps = self._steps
+        ascending = all(a < b for a, b in itertools.pairwise(steps))
+        if not steps or steps[0] != 0 or not ascending:
+            raise ValueError(
+                f"`schedules` has the steps {steps}. Start with step 0, in ascending "
+                "order: `{0: first, 1000: second}`."
+            )
+        for step, phase in self.schedules.items():
+            if not isinstance(phase, BatchSchedule | Mixture):
+                raise ValueError(
+                    f"`schedules[{step}]` is a {type(phase).__name__}. Pass a "
+                    "`BatchSchedule` or a `Mixture`."
+                )
+            if phase.first_step or phase.continues is not None:
+                raise ValueError(
+                    f"`schedules[{step}]` starts at step {phase.first_step}, by "
+                    "`continue_with`. Call this on the `JoinedSchedule` instead."
+                )
+            if isinstance(phase, Mixture) and phase.names:
+                raise ValueError(
+                    f"`schedules[{step}]` is a mixture with names. Change its weights "
+                    f"with `Mixture(..., weights={{0: ..., {step or 1000}: ...}})`."
+                )
+            self._check_data(step, phase)
+
+    def _check_data(self, step: int, phase: Schedule) -> None:
+        """Checks that a schedule has the data of the first one."""
+        first = self._phases[0]
+        if phase.data_fingerprint != first.data_fingerprint:
+            raise ValueError(
+                f"`schedules[{step}]` has {len(phase.lengths)} examples with "
+                f"{phase.lengths.sum()} tokens, and `schedules[0]` has "
+                f"{len(first.lengths)} with {first.lengths.sum()}, or other lengths. "
+                "Pass schedules of the same source. To continue with different data, "
+                "use `continue_with`."
+            )
+        if phase.sequences != first.sequences:
+            raise ValueError(
+                f"`schedules[{step}]` has the sequences {phase.sequences}, and "
+                f"`schedules[0]` has {first.sequences}. Plan for the same ones."
+            )
+        if (phase.max_segments is None) != (first.max_segments is None):
+            raise ValueError(
+                "`schedules` have both packed rows and rows of one example. Pack the "
+                "rows of all of them or of none."
+            )
+
+    def __repr__(self) -> str:
+        return f"JoinedSchedule({self.schedules})"
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps in the first epoch; others may have more or fewer."""
+        return self._start_of(1)
+
+    def _epoch_of(self, step: int) -> int:
+        index = self._phase_at(step)
+        phase = self._phases[index]
+        return self._epochs[index] + (step - self._steps[index]) // len(phase)
+
+    def _start_of(self, epoch: int) -> int:
+        index = bisect.bisect_right(self._epochs, epoch) - 1
+        epochs = epoch - self._epochs[index]
+        return self._steps[index] + epochs * len(self._phases[index])
+
+    def _phase_at(self, step: int) -> int:
+        """Returns the index of the schedule that provides a step."""
+        return bisect.bisect_right(self._steps, step) - 1
+
+    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        index = self._phase_at(step)
+        batches = self._phases[index]._micro_batches(step - self._steps[index])
+        if self.max_segments is None:
+            return batches
+        rows = (pad_segments(x.rows, self.max_segments) for x in batches)
+        return tuple(map(BatchIndices, (x.bucket for x in batches), rows))
+
+    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
+        index = self._phase_at(step)
+        start = self._steps[index]
+        # Schedules with equal seeds draw different numbers.
+        return tuple(
+            draws._replace(first_step=start)
+            for draws in self._phases[index]._draws(step - start)
+        )
+
+    def config(self) -> dict[str, Any]:
+        return {"schedules": {str(s): x.config() for s, x in self.schedules.items()}}
+
+    def _fingerprint_parts(self) -> list[str]:
+        phases = [f"{step} {x.fingerprint}" for step, x in self.schedules.items()]
+        return ["joined", *phases]

@@ -1,0 +1,117 @@
+"""The weights of a mixture, which may change during a run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
+# The weights of all steps, or step -> the weights from this step on.
+Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
+
+
+def check_weights(
+    weights: Weights, names: Sequence[str], count: int
+) -> dict[int, list[float]]:
+    """Returns step -> the weights of all components from this step on.
+
+    Example:
+      >>> check_weights({0: {"a": 1}, 500: {"a": 0.5, "b": 0.5}}, ["a", "b"], 2)
+      {0: [1.0, 0.0], 500: [0.5, 0.5]}
+
+    Args:
+      weights: a weight for each component, by name if components have names; or a
+        mapping from steps to such weights.
+      names: the names of the components; empty if they have none.
+      count: the number of components.
+
+    Raises:
+      ValueError: if a weight is missing, unknown, negative or not finite; if a weight
+        is 0 at all steps; or if steps do not start at 0 or are not ascending.
+    """
+    if not _has_steps(weights):
+        constant = cast(StepWeights, weights)
+        return {0: _listed("weights", constant, names, count, changes=False)}
+    by_step = cast(Mapping[int, StepWeights], weights)
+    steps = list(by_step)
+    ascending = all(a < b for a, b in itertools.pairwise(steps))
+    if steps[0] != 0 or not ascending:
+        raise ValueError(
+            f"`weights` has the steps {steps}. Start with step 0, in ascending order."
+        )
+    result = {
+        step: _listed(f"weights[{step}]", x, names, count, changes=len(steps) > 1)
+        for step, x in by_step.items()
+    }
+    for index in range(count):
+        if not any(values[index] for values in result.values()):
+            key = repr(names[index]) if names else index
+            raise ValueError(
+                f"`weights` gives {key} no share at any step. Leave it out of "
+                "`schedules`, too."
+            )
+    return result
+
+
+def _has_steps(weights: Any) -> bool:
+    """Returns whether weights are given by step."""
+    if not isinstance(weights, Mapping) or not weights:
+        return False
+    return all(isinstance(key, int) for key in weights)
+
+
+def _listed(
+    label: str, weights: StepWeights, names: Sequence[str], count: int, *, changes: bool
+) -> list[float]:
+    """Returns the weights of all components at some steps.
+
+    Args:
+      label: the argument, for messages.
+      changes: whether there are weights of other steps, so that some may be 0.
+    """
+    if isinstance(weights, Mapping):
+        unknown = [name for name in weights if name not in names]
+        missing = [name for name in names if name not in weights]
+        if unknown or (missing and not changes):
+            raise ValueError(
+                f"`{label}` has the names {list(weights)}, but `schedules` has "
+                f"{list(names)}. Pass a weight for each."
+            )
+        keys: list[Any] = list(names)
+        values = [weights.get(name, 0.0) for name in names]
+    else:
+        if names:
+            raise ValueError(
+                f"`{label}` is a {type(weights).__name__}, but `schedules` has names. "
+                f"Pass a weight by name: `{{{names[0]!r}: 1.0, ...}}`."
+            )
+        values = list(weights)
+        keys = list(range(count))
+        if not count or len(values) != count:
+            raise ValueError(
+                f"`{label}` has {len(values)} entries for {count} schedules. Pass at "
+                "least one schedule, and one weight for each."
+            )
+    result = [
+        _number(f"{label}[{key!r}]", x) for key, x in zip(keys, values, strict=True)
+    ]
+    for key, weight in zip(keys, result, strict=True):
+        if not 0 <= weight < math.inf or (weight == 0 and not changes):
+            raise ValueError(
+                f"`{label}[{key!r}]={weight}` must be positive and finite. Leave "
+                "out components that have no share."
+            )
+    if not any(result):
+        raise ValueError(f"`{label}` gives no component a share. Pass a positive one.")
+    return result
+
+
+def _number(label: str, weight: Any) -> float:
+    try:
+        return float(weight)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`{label}={weight!r}` is not a number. Pass a positive one."
+        ) from None

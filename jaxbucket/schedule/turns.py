@@ -1,0 +1,189 @@
+"""Turns that several members take in proportion to their shares."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+
+_MAX_PERIOD = 2**16
+_MAX_ERROR = 0.05
+
+
+class TurnOrder(Protocol):
+    """An endless sequence of turns."""
+
+    def at(self, turn: int) -> tuple[int, int]:
+        """Returns the member of a turn, and the number of its earlier turns."""
+        ...
+
+    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same as `at` for each of `[n]` turns."""
+        ...
+
+    def until(self, member: int, count: int) -> int | None:
+        """Returns the number of turns after which a member has had `count` >= 1.
+
+        It is None if the member never has as many.
+        """
+        ...
+
+
+class Turns:
+    """A periodic sequence of turns, spread as evenly as the shares allow.
+
+    After any number of turns each of the n members has had its share to within
+    `1 - 1 / (2 * n - 2)` of a turn (Tijdeman, "The chairman assignment problem",
+    Discrete Mathematics 1980). Only one period of the sequence is stored.
+
+    Example:
+      >>> turns = Turns([Fraction(2), Fraction(1), Fraction(1)])
+      >>> [turns.at(turn) for turn in range(5)]
+      [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2)]
+
+    Args:
+      shares: `[n]` numbers, not negative, of which at least one is positive. They are
+        rounded to multiples of 2**-16 of their sum if an exact period would be longer
+        than 2**16 turns.
+
+    Attributes:
+      parts: `[n]` int64, the turns of each member in a period.
+      period: the sum of `parts`.
+
+    Raises:
+      ValueError: if rounding changes a share by more than 5%.
+    """
+
+    def __init__(self, shares: Sequence[Fraction]):
+        self.parts = _parts(shares)
+        self.period = int(self.parts.sum())
+        taking = np.flatnonzero(self.parts)
+        members = taking[_assign_turns(self.parts[taking])]
+        self._members = members.astype(np.uint16)
+        # A stable sort keeps the turns of each member in order.
+        turns = np.argsort(members, kind="stable")
+        self._turns_by_member = np.split(turns, np.cumsum(self.parts)[:-1])
+        self._turns_before = np.empty(self.period, np.int64)
+        for member_turns in self._turns_by_member:
+            self._turns_before[member_turns] = np.arange(len(member_turns))
+
+    def at(self, turn: int) -> tuple[int, int]:
+        """Returns the member of a turn, and the number of its earlier turns."""
+        periods, turn = divmod(turn, self.period)
+        member = int(self._members[turn])
+        before = int(self._turns_before[turn])
+        return member, periods * int(self.parts[member]) + before
+
+    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same as `at` for each of `[n]` turns."""
+        periods, turns = np.divmod(turns, self.period)
+        members = self._members[turns]
+        return members, periods * self.parts[members] + self._turns_before[turns]
+
+    def before(self, member: int, turn: int) -> int:
+        """Returns the number of turns of a member before a turn."""
+        periods, turn = divmod(turn, self.period)
+        taken = np.searchsorted(self._turns_by_member[member], turn)
+        return int(periods * int(self.parts[member]) + taken)
+
+    def until(self, member: int, count: int) -> int:
+        """Returns the number of turns after which a member has had `count` >= 1."""
+        periods, last = divmod(count - 1, int(self.parts[member]))
+        return periods * self.period + int(self._turns_by_member[member][last]) + 1
+
+
+class ChangingTurns:
+    """Turns whose shares change. Members go on where they were.
+
+    In each period between two changes, every member has had its share to within one
+    turn, as in `Turns`. Only the periods of the shares are stored.
+
+    Example:
+      >>> half, quarter = Fraction(1, 2), Fraction(1, 4)
+      >>> turns = ChangingTurns([0, 4], [[half, half], [1 - quarter, quarter]])
+      >>> [turns.at(turn) for turn in range(8)]
+      [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (0, 4)]
+
+    Args:
+      starts: the first turns of the periods, ascending from 0.
+      shares: `[n]` numbers for each period, of which some may be 0.
+
+    Raises:
+      ValueError: as `Turns`.
+    """
+
+    def __init__(self, starts: Sequence[int], shares: Sequence[Sequence[Fraction]]):
+        self._starts = list(starts)
+        self._turns = [Turns(period) for period in shares]
+        # The number of turns of each member before each period.
+        self._before = [[0] * len(shares[0])]
+        for length, turns in zip(np.diff(starts).tolist(), self._turns, strict=False):
+            before = [
+                number + turns.before(member, length)
+                for member, number in enumerate(self._before[-1])
+            ]
+            self._before.append(before)
+
+    def at(self, turn: int) -> tuple[int, int]:
+        """Returns the member of a turn, and the number of its earlier turns."""
+        index = bisect.bisect_right(self._starts, turn) - 1
+        member, number = self._turns[index].at(turn - self._starts[index])
+        return member, self._before[index][member] + number
+
+    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the same as `at` for each of `[n]` turns."""
+        pairs = np.array([self.at(turn) for turn in turns.tolist()], np.int64)
+        members, numbers = pairs.reshape(-1, 2).T
+        return members, numbers
+
+    def until(self, member: int, count: int) -> int | None:
+        """Returns the number of turns after which a member has had `count` >= 1.
+
+        It is None if the member never has as many.
+        """
+        ends = [before[member] for before in self._before[1:]]
+        index = bisect.bisect_left(ends, count)
+        turns, missing = self._turns[index], count - self._before[index][member]
+        if not turns.parts[member]:
+            return None
+        return self._starts[index] + turns.until(member, missing)
+
+
+def _parts(shares: Sequence[Fraction]) -> np.ndarray:
+    """Returns `[n]` integers proportional to the shares, rounded if necessary."""
+    common = math.lcm(*(share.denominator for share in shares))
+    whole = [int(share * common) for share in shares]
+    whole = [number // math.gcd(*whole) for number in whole]
+    total = sum(whole)
+    if total <= _MAX_PERIOD:
+        return np.array(whole)
+    exact = [number * _MAX_PERIOD / total for number in whole]
+    for index, share in enumerate(exact):
+        if abs(round(share) - share) > _MAX_ERROR * share:
+            raise ValueError(
+                f"`weights`: component {index} has {share:.3g} of {_MAX_PERIOD} steps, "
+                f"which cannot be rounded to within {_MAX_ERROR:.0%}. Raise its "
+                "weight, leave the component out, or choose weights whose ratios are "
+                "ratios of small integers."
+            )
+    return np.array([round(share) for share in exact])
+
+
+def _assign_turns(parts: np.ndarray) -> np.ndarray:
+    """Returns the member of each turn of one period, by Tijdeman's algorithm."""
+    period, scale = int(parts.sum()), max(2 * len(parts) - 2, 1)
+    members = np.zeros(period, np.int64)
+    # How much each member has had too little so far, in units of 1 / period turns.
+    deficit = np.zeros(len(parts), np.int64)
+    for turn in range(period):
+        deficit += parts
+        # Among the members with a large enough deficit, the one with the earliest
+        # deadline takes the turn.
+        deadline = ((scale - 1) * period - scale * deficit) / parts
+        members[turn] = np.argmin(np.where(scale * deficit >= period, deadline, np.inf))
+        deficit[members[turn]] -= period
+    return members

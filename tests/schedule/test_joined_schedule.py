@@ -1,0 +1,243 @@
+"""Schedules one after another: planned changes of plan, order and accumulation."""
+
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket import Bucket, BucketPlan, JoinedSchedule, Mixture, batch_dataset
+from jaxbucket.data import concatenate
+
+LENGTHS = np.random.default_rng(0).integers(1, 33, 150)
+
+
+def plan_of(max_tokens: int, num_buckets: int = 3, **options) -> BucketPlan:
+    return jb.plan_buckets(
+        LENGTHS, max_tokens=max_tokens, num_buckets=num_buckets, **options
+    )
+
+
+def schedule_of(max_tokens: int, **options) -> jb.BatchSchedule:
+    plan = plan_of(max_tokens, batch_size_multiple=2)
+    return jb.BatchSchedule(plan, LENGTHS, **options)
+
+
+def random_phases(seed: int) -> dict[int, jb.BatchSchedule]:
+    """Returns up to four schedules, some of which start when an epoch ends."""
+    rng = np.random.default_rng(seed)
+    phases, step = {}, 0
+    for number in range(rng.integers(1, 5)):
+        phase = schedule_of(
+            int(rng.choice([64, 128, 200])),
+            order=str(rng.choice(["spread", "shuffled", "source", "ascending"])),
+            accumulate=int(rng.choice([1, 1, 3])),
+            seed=number,
+        )
+        phases[step] = phase
+        epochs = int(rng.integers(1, 3)) * len(phase)
+        step += epochs if rng.random() < 0.5 else int(rng.integers(1, epochs + 1))
+    return phases
+
+
+SEEDS = [
+    *range(4),
+    *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(4, 25)),
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_step_is_that_of_its_schedule(seed):
+    phases = random_phases(seed)
+    joined = JoinedSchedule(phases)
+    # A plain list of all steps, and of the steps at which epochs start.
+    ends = [*list(phases)[1:], list(phases)[-1] + 40]
+    expected, starts = [], []
+    for (start, phase), end in zip(phases.items(), ends, strict=True):
+        for step in range(start, end):
+            expected.append(phase.micro_batches(step - start))
+            if (step - start) % len(phase) == 0:
+                starts.append(step)
+    assert len(joined) == (starts[1] if len(starts) > 1 else len(phases[0]))
+    order = np.random.default_rng(seed).permutation(len(expected))
+    for step in order.tolist():
+        result = joined.micro_batches(step)
+        assert [x.bucket for x in result] == [x.bucket for x in expected[step]]
+        for a, b in zip(result, expected[step], strict=True):
+            np.testing.assert_array_equal(a.rows, b.rows)
+        assert joined.epoch_at(step) == np.searchsorted(starts, step, "right") - 1
+        assert isinstance(joined[step], tuple) == (joined.accumulate > 1)
+        assert {x.bucket for x in result} <= set(joined.buckets)
+    assert [joined.epoch_start(x) for x in range(len(starts))] == starts
+
+
+def test_an_epoch_has_each_example_once():
+    first, second = schedule_of(64, order="ascending"), schedule_of(128, seed=1)
+    joined = JoinedSchedule({0: first, 2 * len(first): second})
+    for epoch in range(5):
+        steps = range(joined.epoch_start(epoch), joined.epoch_start(epoch + 1))
+        rows = np.concatenate([joined[step].rows for step in steps])
+        assert sorted(rows[rows >= 0]) == list(range(len(LENGTHS)))
+
+
+def test_the_buckets_are_those_of_all_plans():
+    few, many = schedule_of(64), schedule_of(128)
+    joined = JoinedSchedule({0: few, 3: many, 9: few})
+    assert joined.plans == (few.plan, many.plan)
+    assert set(joined.buckets) == {*few.plan.buckets, *many.plan.buckets}
+    assert sorted(joined.bucket_order()) == sorted(joined.buckets)
+    for plan in joined.plans:
+        for bucket in plan.buckets:
+            assert bucket.batch_size * bucket.seq_len <= plan.max_tokens
+    with pytest.raises(ValueError, match="has 2 plans, but a single one is needed"):
+        _ = joined.plan
+    # Equal plans are one.
+    assert JoinedSchedule({0: few, 3: few}).plan == few.plan
+
+
+def source_of(lengths) -> list[dict]:
+    return [{"x": np.full(n, i), "index": np.array(i)} for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_hosts_load_parts_of_the_same_batches_and_resume(num_hosts):
+    phases = {0: schedule_of(64), 7: schedule_of(128, accumulate=2, seed=1)}
+    joined = JoinedSchedule(phases)
+    hosts = [
+        batch_dataset(
+            source_of(LENGTHS),
+            joined,
+            shard=jb.data.RowShard((host,), num_hosts),
+            num_steps=20,
+        )
+        for host in range(num_hosts)
+    ]
+    resumed = hosts[0].resume(hosts[0].position(5))
+    for step in range(20):
+        for number, expected in enumerate(joined.micro_batches(step)):
+            parts = [host[step][number].features["index"] for host in hosts]
+            real = expected.rows >= 0
+            np.testing.assert_array_equal(
+                np.concatenate(parts)[real], expected.rows[real]
+            )
+            if step >= 5:
+                again = resumed[step - 5][number]
+                np.testing.assert_array_equal(again.features["index"], parts[0])
+
+
+def test_num_epochs_ends_with_an_epoch():
+    first, second = schedule_of(64), schedule_of(128, seed=1)
+    joined = JoinedSchedule({0: first, len(first): second})
+    dataset = batch_dataset(source_of(LENGTHS), joined, num_epochs=3)
+    assert len(dataset) == len(first) + 2 * len(second)
+    assert len(batch_dataset(source_of(LENGTHS), joined)) == len(first)
+    rest = batch_dataset(source_of(LENGTHS), joined, start_step=len(first) + 1)
+    assert len(rest) == len(second) - 1
+
+
+def test_random_numbers_do_not_repeat_after_a_change():
+    phase = schedule_of(64)
+    joined = JoinedSchedule({0: phase, len(phase): phase})
+    (first,), (second,) = joined.draws(0), joined.draws(len(phase))
+    assert first == phase.draws(0)[0]
+    assert first.rng(3, 0).integers(2**60) != second.rng(3, 0).integers(2**60)
+
+
+def test_a_changed_change_is_refused():
+    phases = {0: schedule_of(64), 7: schedule_of(128)}
+    datasets = [
+        batch_dataset(source_of(LENGTHS), JoinedSchedule(x), num_steps=30)
+        for x in (phases, {0: phases[0], 8: phases[7]}, {0: phases[0]})
+    ]
+    position = datasets[0].position(5)
+    for dataset in datasets[1:]:
+        with pytest.raises(ValueError, match="schedule schedules"):
+            dataset.resume(position)
+    assert len({x.schedule.fingerprint for x in datasets}) == 3
+
+
+def test_a_joined_schedule_can_continue_another():
+    position = batch_dataset(source_of(LENGTHS), schedule_of(64)).position(11)
+    joined = JoinedSchedule({0: schedule_of(64), 4: schedule_of(128)})
+    moved = joined.continue_with(position)
+    assert moved.first_step == 11
+    for step in range(8):
+        np.testing.assert_array_equal(moved[11 + step].rows, joined[step].rows)
+    assert moved.epoch_start(1) == 11 + joined.epoch_start(1)
+
+
+def test_packed_rows_and_mixtures_may_change():
+    packings = [jb.packing.pack(LENGTHS, size) for size in (40, 64)]
+    packed = [
+        jb.BatchSchedule(
+            jb.plan_buckets([x.seq_lens[-1]], max_tokens=256), LENGTHS, packing=x
+        )
+        for x in packings
+    ]
+    joined = JoinedSchedule({0: packed[0], 3: packed[1]})
+    most = max(x.max_segments for x in packings)
+    assert joined.max_segments == most
+    assert {joined[step].rows.shape[1] for step in range(6)} == {most}
+    halves = [LENGTHS[:70], LENGTHS[70:]]
+    plan = plan_of(64)
+    mixed = Mixture([jb.BatchSchedule(plan, x) for x in halves], [1, 1])
+    joined = JoinedSchedule({0: mixed, 5: schedule_of(64)})
+    source = concatenate([source_of(LENGTHS)[:70], source_of(LENGTHS)[70:]])
+    assert len(list(batch_dataset(source, joined, num_steps=8))) == 8
+
+
+SMALL = BucketPlan((Bucket(2, 8),), max_tokens=16)
+LEFT = BucketPlan((Bucket(1, 4),), max_tokens=4, overlong="truncate_left")
+RIGHT = BucketPlan((Bucket(2, 4),), max_tokens=8, overlong="truncate")
+
+
+def pairs(a: str, b: str) -> jb.BatchSchedule:
+    plan = BucketPlan((Bucket(2, {a: 8, b: 8}),), max_tokens=32)
+    return jb.BatchSchedule(plan, {a: [3, 4], b: [1, 1]})
+
+
+def mixture(**options):
+    return Mixture({"a": jb.BatchSchedule(SMALL, [3, 4])}, {"a": 1}, **options)
+
+
+@pytest.mark.parametrize(
+    ("schedules", "message"),
+    [
+        (lambda x: {}, r"has the steps \[\]. Start with step 0"),
+        (lambda x: {1: x}, r"has the steps \[1\]. Start with step 0"),
+        (lambda x: {0: x, 5: x, 3: x}, r"the steps \[0, 5, 3\]. .* in ascending order"),
+        (lambda x: {0: x, "a": x}, "`step='a'` is not an integer"),
+        (lambda x: {0: x, 2.5: x}, "`step=2.5` is not an integer"),
+        (lambda x: {0: [x]}, r"`schedules\[0\]` is a list. Pass a `BatchSchedule`"),
+        (lambda x: {0: JoinedSchedule({0: x})}, "is a JoinedSchedule. Pass a"),
+        (
+            lambda x: {0: x, 3: x.starting_at(4, "abc")},
+            r"`schedules\[3\]` starts at step 4, by `continue_with`",
+        ),
+        (lambda x: {0: x, 3: mixture()}, r"`schedules\[3\]` is a mixture with names"),
+        (
+            lambda x: {0: x, 3: jb.BatchSchedule(SMALL, [3, 5])},
+            r"`schedules\[3\]` has 2 examples with 8 tokens, and `schedules\[0\]` has "
+            "2 with 7",
+        ),
+        (
+            lambda x: {0: pairs("a", "b"), 3: pairs("a", "c")},
+            r"`schedules\[3\]` has the sequences \('a', 'c'\), and `schedules\[0\]`",
+        ),
+        (
+            lambda x: {
+                0: x,
+                3: jb.BatchSchedule(SMALL, [3, 4], packing=jb.packing.pack([3, 4], 8)),
+            },
+            "both packed rows and rows of one example",
+        ),
+        (
+            lambda x: {
+                0: jb.BatchSchedule(LEFT, [3, 4]),
+                3: jb.BatchSchedule(RIGHT, [3, 4]),
+            },
+            "`overlong='truncate'` and with 'truncate_left'",
+        ),
+    ],
+)
+def test_invalid_changes_are_refused(schedules, message):
+    with pytest.raises(ValueError, match=message):
+        JoinedSchedule(schedules(jb.BatchSchedule(SMALL, [3, 4])))
