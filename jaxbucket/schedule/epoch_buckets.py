@@ -25,15 +25,23 @@ def epoch_buckets(schedule: Schedule, epoch: int) -> np.ndarray:
 
     Returns:
       `[steps * accumulate]` integers, empty micro-batches included.
+
+    Raises:
+      ValueError: if the schedule has several plans, or is of another type.
     """
+    plan = schedule.plan
     if isinstance(schedule, Mixture):
         return _of_mixture(schedule, epoch)
-    assert isinstance(schedule, BatchSchedule)
+    if not isinstance(schedule, BatchSchedule):
+        raise ValueError(
+            f"The schedule is a {type(schedule).__name__}, whose epochs may differ. "
+            "Pass one of its `schedules`."
+        )
     batches = schedule._epochs.buckets(epoch)
     together = schedule.accumulate // schedule._batches_per_step
     buckets = np.repeat(batches, together)
     missing = len(schedule) * schedule.accumulate - len(buckets)
-    filler = schedule.plan.buckets.index(schedule._filler.bucket)
+    filler = plan.buckets.index(schedule._filler.bucket)
     return np.pad(buckets, (0, missing), constant_values=filler)
 
 

@@ -65,15 +65,8 @@ def assert_same(folder: pathlib.Path, name: str, first: int = 0) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--mode", "shard_map", "--fully-sharded"),
-        ("--model-devices", 4),
-    ],
-)
-def test_two_processes_train_as_one(folder, options):
-    run = start(folder, 2, 2, *options, "--json", "two.json")
+def test_two_processes_train_as_one(folder):
+    run = start(folder, 2, 2, "--model-devices", 4, "--json", "two.json")
     out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
     # Only one of the processes prints.
@@ -95,18 +88,17 @@ def test_a_stopped_run_resumes_in_another_number_of_processes(folder, tmp_path):
     assert run.returncode == 128 + signal.SIGTERM, out
     step = max(int(path.name) for path in checkpoints.glob("[0-9]*"))
     assert f"Stopped by SIGTERM after step {step}" in out
-    saving = ("--checkpoint", checkpoints, "--resume", "--json", "4.json")
-    run = start(folder, 4, 1, *options, *saving)
+    saving = ("--checkpoint", checkpoints, "--resume", "--json", "alone.json")
+    run = start(folder, 1, 1, *options, *saving)
     out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
-    assert_same(folder, "4.json", first=step)
+    assert_same(folder, "alone.json", first=step)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--seconds", 5), "`--seconds` is not supported with several processes"),
         (("--policy", "dynamic"), "gives processes batches of different shapes"),
         (("--model-devices", 3), "`--model-devices 3` does not divide the 2 devices"),
     ],

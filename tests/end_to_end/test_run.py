@@ -79,7 +79,7 @@ def test_all_ways_are_compared(jsonl, tmp_path, monkeypatch):
     out, picture = tmp_path / "compare.json", tmp_path / "compare.png"
     run = run_job(
         *("--data", jsonl, "--field", "body", "--compare", "--seconds", 1),
-        *("--seeds", 1, "--json", out, "--plot", picture),
+        *("--seeds", 1, "--json", out, "--plot", picture, "--devices", 1),
     )
     assert run.returncode == 0, run.stderr
     runs = json.loads(out.read_text())

@@ -105,15 +105,11 @@ def test_a_resumed_run_has_the_same_shapes(jsonl, tmp_path):
 
 @pytest.mark.exhaustive
 def test_all_processes_use_the_plan_of_process_0(jsonl, tmp_path):
-    out, folder = tmp_path / "out.json", tmp_path / "run"
-    options = ("--data", jsonl, "--json", out, "--checkpoint", folder)
+    out = tmp_path / "out.json"
+    options = ("--data", jsonl, "--json", out, "--num-buckets", 2)
     # `check_agreement` refuses other shapes.
-    summary = summary_of(out, run_job(*options, "--num-buckets", 2, count=2))
+    summary = summary_of(out, run_job(*options, count=2))
     assert len(summary["compiled"]) == 2
-    more = ("--num-buckets", 2, "--steps", 7, "--resume")
-    resumed = summary_of(out, run_job(*options, *more))
-    assert resumed["plan"] == summary["plan"]
-    assert resumed["train"]["first_step"] == 6
 
 
 @pytest.mark.parametrize(

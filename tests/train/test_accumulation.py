@@ -347,7 +347,6 @@ with jb.Processes() as processes:
 @pytest.mark.parametrize(
     ("mode", "dtype", "limit"),
     [
-        ("jit", "float32", 1e-5),
         ("pmap", "float64", 1e-12),
     ],
 )

@@ -1,0 +1,174 @@
+"""Training over schedules with several plans: one program per shape, exact resume."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxbucket as jb
+
+
+class Model(nnx.Module):
+    """A mean of embeddings of bytes, or of projected frames."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(9, 4, rngs=rngs)
+        self.project = nnx.Linear(3, 4, rngs=rngs)
+        self.out = nnx.Linear(4, 1, rngs=rngs)
+
+
+def loss_fn(model, batch, keys):
+    """The loss knows a component by its features."""
+    if "frames" in batch.features:
+        (name, x) = "frames", model.project(batch.features["frames"])
+    else:
+        name = "tokens" if "tokens" in batch.features else "target"
+        x = model.embed(batch.features[name])
+    is_real = batch.segment_ids[name] > 0
+    losses = (model.out(x)[..., 0] - 1) ** 2
+    return jnp.where(is_real, losses, 0).sum(), is_real.sum()
+
+
+def tokens_of(lengths):
+    return [{"tokens": np.arange(n, dtype=np.int32) * n % 9} for n in lengths]
+
+
+def compile_all(loader, tx, **options):
+    state = jb.create_state(Model(nnx.Rngs(0)), tx, loader.mesh)
+    step = jb.make_train_step(loss_fn, tx, loader.mesh, **options)
+    return state, jb.compile_steps(step, state, loader.specs, progress=False)
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    return jb.data_mesh(jax.devices()[:2])
+
+
+def test_a_change_of_plan_and_accumulation_compiles_nothing(mesh):
+    lengths = np.random.default_rng(0).integers(1, 17, 60)
+    options = {"batch_size_multiple": 2, "num_buckets": 2, "seq_len_multiple": 4}
+    plans = [jb.plan_buckets(lengths, max_tokens=n, **options) for n in (64, 128)]
+    joined = jb.JoinedSchedule(
+        {
+            0: jb.BatchSchedule(plans[0], lengths, order="ascending"),
+            4: jb.BatchSchedule(plans[1], lengths, accumulate=2, seed=1),
+        }
+    )
+    loader = jb.MeshLoader(tokens_of(lengths), joined, mesh, num_steps=9)
+    # With plain SGD, the factor of the learning rate is that of the update.
+    tx = optax.chain(
+        optax.sgd(0.1), jb.scale_by_batch_size(base_examples=8, rule="linear")
+    )
+    with jb.compile.count_compiles() as compiles:
+        state, steps = compile_all(loader, tx, accumulate=True)
+        for number, micro in enumerate(loader):
+            assert len(micro) == (1 if number < 4 else 2)
+            state, metrics = steps(state, micro)
+            examples = sum(int(x.num_examples) for x in micro)
+            assert metrics["lr_factor"] == pytest.approx(examples / 8)
+    assert compiles["add_micro_batch"] == len(joined.buckets) > len(plans[0])
+    assert set(steps) == set(joined.buckets)
+
+
+def mixture_of_three(seed: int = 0):
+    """Returns a mixture of text, audio and pairs, and a source for each."""
+    rng = np.random.default_rng(seed)
+    text, audio = rng.integers(1, 17, 80), rng.integers(5, 25, 50)
+    pairs = {"source": rng.integers(1, 9, 40), "target": rng.integers(1, 13, 40)}
+    options = {"batch_size_multiple": 2, "num_buckets": 2}
+    packing = jb.packing.pack(text, 32)
+    plans = [
+        jb.plan_buckets([32], max_tokens=128, batch_size_multiple=2),
+        jb.plan_buckets(audio, max_tokens=150, **options),
+        jb.plan_buckets(pairs, max_tokens=128, **options),
+    ]
+    mixture = jb.Mixture(
+        {
+            "text": jb.BatchSchedule(plans[0], text, packing=packing),
+            "audio": jb.BatchSchedule(plans[1], audio, seed=1),
+            "pairs": jb.BatchSchedule(plans[2], pairs, seed=2),
+        },
+        {"text": 0.5, "audio": 0.3, "pairs": 0.2},
+    )
+    frames = [rng.normal(size=(n, 3)).astype(np.float32) for n in audio]
+    both = zip(*pairs.values(), strict=True)
+    sources = {
+        "text": tokens_of(text),
+        "audio": [{"frames": x, "speaker": np.int32(1)} for x in frames],
+        "pairs": [{"source": np.ones(a), "target": np.ones(b, int)} for a, b in both],
+    }
+    return mixture, sources
+
+
+@pytest.mark.parametrize(
+    "num_steps", [20, pytest.param(300, marks=pytest.mark.exhaustive)]
+)
+def test_three_components_share_one_compiled_step(mesh, num_steps):
+    mixture, sources = mixture_of_three()
+    loader = jb.MeshLoader(sources, mixture, mesh, num_steps=num_steps)
+    tx = optax.sgd(0.05)
+    with jb.compile.count_compiles() as compiles:
+        state, steps = compile_all(loader, tx)
+        stop, counts = num_steps // 3, dict.fromkeys(mixture.names, 0)
+        for number, batch in enumerate(loader):
+            if number == stop:
+                # As in a checkpoint, because steps donate their state.
+                saved = jax.device_get(jax.tree.leaves(state))
+                position = loader.position(number)
+            state, metrics = steps(state, batch)
+            counts[mixture.name_at(number)] += 1
+            for name, weight in zip(mixture.names, mixture.weights, strict=True):
+                assert abs(counts[name] - weight * (number + 1)) <= 1
+    assert compiles["train_step"] == len(mixture.buckets) == len(steps)
+    assert [x.steps for x in mixture.report(num_steps).components] == [*counts.values()]
+    # A new run, with loaders and schedules of its own.
+    mixture, sources = mixture_of_three()
+    again = jb.MeshLoader(sources, mixture, mesh, num_steps=num_steps).resume(position)
+    fresh = jb.create_state(Model(nnx.Rngs(1)), tx, mesh)
+    places = [x.sharding for x in jax.tree.leaves(fresh)]
+    leaves = jax.device_put(saved, places)
+    resumed = jax.tree.unflatten(jax.tree.structure(fresh), leaves)
+    for batch in again:
+        resumed, last = steps(resumed, batch)
+    assert last["loss"] == metrics["loss"]
+    for a, b in zip(*map(jax.tree.leaves, (state, resumed)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_components_with_a_common_bucket_need_the_same_features(mesh):
+    plan = jb.BucketPlan.from_shapes([(2, 8)])
+    schedules = {x: jb.BatchSchedule(plan, [3, 8]) for x in ("text", "audio")}
+    mixture = jb.Mixture(schedules, {"text": 1, "audio": 1})
+    audio = [{"frames": np.ones((n, 3), np.float32)} for n in (3, 8)]
+    sources = {"text": tokens_of([3, 8]), "audio": audio}
+    loader = jb.MeshLoader(sources, mixture, mesh)
+    message = (
+        r"Two components of the mixture have the bucket \[2, 8\], one with the "
+        r"features \['tokens'\] and one with \['frames'\], or"
+    )
+    with pytest.raises(ValueError, match=message):
+        _ = loader.specs
+    sources["audio"] = tokens_of([3, 8])
+    assert len(jb.MeshLoader(sources, mixture, mesh).specs) == 1
+
+
+@pytest.mark.parametrize("kind", ["joined", "mixture"])
+def test_predictions_and_biases_need_a_single_plan(mesh, kind):
+    lengths = [3, 8, 5, 4]
+    plans = [jb.BucketPlan.from_shapes([(2 * n, 8)]) for n in (1, 2)]
+    schedules = [jb.BatchSchedule(plan, lengths) for plan in plans]
+    if kind == "joined":
+        schedule, source = jb.JoinedSchedule({0: schedules[0], 4: schedules[1]}), None
+    else:
+        schedule = jb.Mixture(schedules, [1, 1])
+        source = tokens_of([*lengths, *lengths])
+    loader = jb.MeshLoader(source or tokens_of(lengths), schedule, mesh)
+    state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
+    message = "The schedule has 2 plans, but a single one is needed"
+    with pytest.raises(ValueError, match=message):
+        jb.train.bucket_bias(loss_fn, state, loader, progress=False)
+    step = jb.make_predict_step(lambda model, batch: batch.features["tokens"], mesh)
+    with pytest.raises(ValueError, match=message):
+        jb.predict(step, state, loader, progress=False)
