@@ -3,12 +3,14 @@
     python examples/curriculum.py
     python scripts/launch_local.py -n 4 -- python examples/curriculum.py --plot run.png
 
-Each process measures the difficulty of its share of the documents. Then all processes
-sort them together and write one index. From that index every process computes the same
-batches, starting with only the easiest documents, and gradually adding harder ones.
+Each process measures the length and the rarity of the bytes of its share of the
+documents. Then all processes sort them together and write an index for each metric.
+From these indexes every process computes the same batches, starting with the documents
+that are easy by both, and gradually adding harder ones.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import zlib
@@ -35,7 +37,11 @@ def surprise(example: dict[str, np.ndarray]) -> float:
     return 8 * len(zlib.compress(content)) / len(content)
 
 
-DIFFICULTIES = {"length": length, "surprise": surprise}
+DIFFICULTIES = {
+    "length": length,
+    "rarity": jb.data.token_rarity(vocab_size=256, mean=True),
+    "surprise": surprise,
+}
 PANELS = {
     "difficulty": "difficulty",
     "seq_len": "T",
@@ -46,7 +52,7 @@ PANELS = {
 
 
 class Step(NamedTuple):
-    """Metrics of a step; `difficulty` is the median over its documents."""
+    """Metrics of a step; `difficulty` is the median over its documents, `rows`."""
 
     step: int
     difficulty: float
@@ -54,53 +60,59 @@ class Step(NamedTuple):
     batch_size: int
     learning_rate: float
     loss: float
+    rows: list[int]
 
 
 def main() -> None:
     args = parse_arguments()
-    with jb.Processes() as processes:
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(jb.Processes())
         mesh = jb.data_mesh()
         source = documents.load(args.data).train
-        index = write_index(source, args, mesh, processes)
-        schedule = make_schedule(source, index, args)
+        difficulty = write_indexes(source, args, mesh, processes)
+        schedule = make_schedule(source, difficulty, args)
         if processes.index == 0:
             print(schedule)
-        steps = train(source, schedule, index, args, mesh)
+        checkpoints = None
+        if args.checkpoint:
+            manager = jb.Checkpoints(args.checkpoint, processes=processes)
+            checkpoints = stack.enter_context(manager)
+        index = difficulty[args.difficulty[0]]
+        steps = train(source, schedule, index, args, mesh, checkpoints)
         if processes.index == 0:
             report(steps, args)
 
 
-def write_index(
+def write_indexes(
     source: documents.Examples,
     args: argparse.Namespace,
     mesh: jax.sharding.Mesh,
     processes: jb.Processes,
-) -> jb.schedule.DifficultyIndex:
-    """Measures this process's share, sorts it and writes the index.
+) -> dict[str, jb.schedule.DifficultyIndex]:
+    """Measures all metrics of this process's share, and writes an index for each.
 
     `--sorted-by` decides whether it is sorted together with the other shares.
     """
     folder = pathlib.Path(args.index)
-    share = jb.data.measure_difficulty(
+    shares = jb.data.measure_difficulty(
         source,
-        DIFFICULTIES[args.difficulty],
+        {name: DIFFICULTIES[name] for name in args.difficulty},
         cache=folder / "cache",
-        cache_key=args.difficulty,
+        cache_key={name: name for name in args.difficulty},
         processes=processes,
         progress=processes.index == 0,
     )
-    describe("measured", share, processes)
-    for assignment in ("contiguous", "interleaved"):
-        result = jb.sort.sample_sort(share, mesh, assignment=assignment)
-        keys = [np.asarray(part.keys) for part in result.local_shares()]
-        describe(f"sorted, {assignment}", np.concatenate(keys), processes)
-    return jb.sort.write_difficulty_index(
-        folder / f"by-{args.difficulty}-of-{args.sorted_by}",
-        share,
-        mesh,
-        processes=processes,
-        sorted_by=args.sorted_by,
-    )
+    indexes = {}
+    for name, share in shares.items():
+        describe(name, share, processes)
+        indexes[name] = jb.sort.write_difficulty_index(
+            folder / f"by-{name}-of-{args.sorted_by}",
+            share,
+            mesh,
+            processes=processes,
+            sorted_by=args.sorted_by,
+        )
+    return indexes
 
 
 def describe(name: str, share: np.ndarray, processes: jb.Processes) -> None:
@@ -114,7 +126,7 @@ def describe(name: str, share: np.ndarray, processes: jb.Processes) -> None:
 
 def make_schedule(
     source: documents.Examples,
-    index: jb.schedule.DifficultyIndex,
+    difficulty: dict[str, jb.schedule.DifficultyIndex],
     args: argparse.Namespace,
 ) -> jb.BatchSchedule:
     """Returns batches of the documents that are easy enough for their step."""
@@ -128,8 +140,8 @@ def make_schedule(
         max_seq_len=args.max_len,
         overlong="truncate",
     )
-    pacing = jb.schedule.RootPacing(start=0.05, epochs=args.epochs_to_all)
-    order = jb.Curriculum(index, pacing)
+    pacing = jb.schedule.RootPacing(start=0.05, steps=args.steps_to_all)
+    order = jb.Curriculum(difficulty, pacing)
     return jb.BatchSchedule(plan, lengths, seed=args.seed, order=order)
 
 
@@ -139,19 +151,24 @@ def train(
     index: jb.schedule.DifficultyIndex,
     args: argparse.Namespace,
     mesh: jax.sharding.Mesh,
+    checkpoints: jb.Checkpoints | None,
 ) -> list[Step]:
     rate = recipe.warmup_cosine_schedule(args.lr, args.steps)
     tx = recipe.make_optimizer(rate, args.rule)
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
     state = jb.create_state(model, tx, mesh)
     batches = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
+    if checkpoints and checkpoints.latest_step is not None:
+        state, position, _ = checkpoints.restore(state)
+        batches = batches.resume(position)
     step_fn = jb.make_train_step(recipe.loss_fn, tx, mesh)
     # The buckets of the first steps are compiled first.
+    opening = schedule.bucket_order(batches.start_step)
     train_step = jb.compile_steps(
-        step_fn, state, batches.specs, opening=schedule.bucket_order(), progress=False
+        step_fn, state, batches.specs, opening=opening, progress=False
     )
     steps = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches, batches.start_step):
         state, metrics = train_step(state, batch)
         rows = schedule[number].rows
         step = Step(
@@ -161,8 +178,11 @@ def train(
             batch.bucket.batch_size,
             float(metrics["learning_rate"]),
             float(metrics["loss"]),
+            rows.tolist(),
         )
         steps.append(step)
+    if checkpoints:
+        checkpoints.save(state, batches.position(args.steps))
     return steps
 
 
@@ -221,8 +241,9 @@ def parse_arguments() -> argparse.Namespace:
     option(
         "--difficulty",
         choices=DIFFICULTIES,
-        default="length",
-        help="how to measure the difficulty of a document",
+        default=["length", "rarity"],
+        nargs="+",
+        help="a document is trained on once it is easy enough by each of these",
     )
     option(
         "--sorted-by",
@@ -231,12 +252,12 @@ def parse_arguments() -> argparse.Namespace:
         help="sort across all processes, or within each process",
     )
     option(
-        "--epochs-to-all",
-        type=float,
-        default=0.5,
-        help="number of epochs until all documents are available",
+        "--steps-to-all",
+        type=int,
+        default=100,
+        help="number of steps until all documents are available",
     )
-    option("--rule", choices=["linear", "sqrt", "none"], default="sqrt")
+    option("--rule", choices=["linear", "sqrt", "none"], default="linear")
     option("--max-len", type=int, default=512, help="bytes to truncate documents to")
     option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")
     option("--num-buckets", type=int, default=6, help="maximum number of shapes")
@@ -245,6 +266,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--width", type=int, default=64, help="width of the model")
     option("--layers", type=int, default=2, help="number of layers")
     option("--seed", type=int, default=0, help="seed of the model and of the batches")
+    option("--checkpoint", help="a folder to save to, and to continue from")
     option("--json", help="a file to write the metrics of all steps to")
     option("--plot", help="a file for a plot of the run")
     return parser.parse_args()
