@@ -21,6 +21,7 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.data.lengths.measure import measure_lengths
     from jaxbucket.data.lengths.rarity import token_rarity
     from jaxbucket.data.pipeline import batch_dataset
+    from jaxbucket.data.selected_source import select
     from jaxbucket.data.token_file import TokenFile
     from jaxbucket.data.token_file_writer import write_token_file
     from jaxbucket.data.uncollate import unbatch
