@@ -222,9 +222,7 @@ def check_rows_of_pairs(processes: list[list[dict]]) -> None:
                 examples = examples if isinstance(examples, list) else [examples]
                 examples = [i for i in examples if i >= 0]
                 lengths = namespace["PAIRS"][name][examples]
-                want = [
-                    i for i, n in zip(examples, lengths, strict=True) for _ in range(n)
-                ]
+                want = np.repeat(examples, lengths).tolist()
                 assert row == want + [-1] * (len(row) - len(want))
 
 
