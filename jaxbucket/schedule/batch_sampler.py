@@ -59,7 +59,8 @@ class BatchSampler:
 
     def __len__(self) -> int:
         """The number of batches in an epoch; those of a step count individually."""
-        return len(self._schedule) * self._schedule.accumulate
+        start, end = self._steps()
+        return (end - start) * len(self._schedule.micro_batches(start))
 
     def __iter__(self) -> Iterator[list[int]]:
         for indices, _ in self._batches():
@@ -76,9 +77,13 @@ class BatchSampler:
             raise ValueError(f"`epoch={epoch}` must not be negative.")
         self.epoch = epoch
 
+    def _steps(self) -> tuple[int, int]:
+        """Returns the first step of the epoch, and that of the next one."""
+        first = self._schedule.epoch_start(self.epoch)
+        return first, self._schedule.epoch_start(self.epoch + 1)
+
     def _batches(self) -> Iterator[tuple[list[int], Bucket]]:
-        start, end = map(self._schedule.epoch_start, (self.epoch, self.epoch + 1))
-        for step in range(start, end):
+        for step in range(*self._steps()):
             for batch in self._schedule.micro_batches(step):
                 rows = batch.rows[self._shard.rows(batch.bucket.batch_size)]
                 yield rows[rows != EMPTY_ROW].tolist(), batch.bucket

@@ -59,6 +59,11 @@ class JoinedSchedule(Schedule):
     """
 
     def __init__(self, schedules: Mapping[int, Schedule]):
+        if not isinstance(schedules, Mapping):
+            raise ValueError(
+                f"`schedules` is a {type(schedules).__name__}. Pass a mapping from "
+                "steps to schedules: `{0: first, 1000: second}`."
+            )
         self.schedules = dict(schedules)
         self._steps = [check_integer("step", step) for step in self.schedules]
         self._phases = list(self.schedules.values())

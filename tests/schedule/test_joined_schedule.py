@@ -133,6 +133,15 @@ def test_num_epochs_ends_with_an_epoch():
     assert len(rest) == len(second) - 1
 
 
+def test_a_batch_sampler_has_the_batches_of_each_epoch():
+    first, second = schedule_of(64), schedule_of(128, accumulate=2)
+    sampler = jb.schedule.BatchSampler(JoinedSchedule({0: first, len(first): second}))
+    for epoch, size in enumerate((len(first), 2 * len(second), 2 * len(second))):
+        sampler.set_epoch(epoch)
+        assert len(list(sampler)) == len(sampler) == size
+        assert sorted(i for x in sampler for i in x) == list(range(len(LENGTHS)))
+
+
 def test_random_numbers_do_not_repeat_after_a_change():
     phase = schedule_of(64)
     joined = JoinedSchedule({0: phase, len(phase): phase})
@@ -201,6 +210,7 @@ def mixture(**options):
 @pytest.mark.parametrize(
     ("schedules", "message"),
     [
+        (lambda x: [x], "`schedules` is a list. Pass a mapping from steps"),
         (lambda x: {}, r"has the steps \[\]. Start with step 0"),
         (lambda x: {1: x}, r"has the steps \[1\]. Start with step 0"),
         (lambda x: {0: x, 5: x, 3: x}, r"the steps \[0, 5, 3\]. .* in ascending order"),
