@@ -14,3 +14,4 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.stream.drift import Drift, DriftWarning
     from jaxbucket.stream.loader_stream import from_loader
     from jaxbucket.stream.stream_end import StreamEnd
+    from jaxbucket.stream.waiting_examples import easy_first

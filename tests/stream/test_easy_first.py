@@ -1,0 +1,147 @@
+"""Curricula on streams: hard examples wait until they are open."""
+
+import json
+import math
+import re
+
+import grain
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.schedule import ByValue, LinearPacing
+from jaxbucket.stream import easy_first
+
+
+def stream_of(values) -> grain.IterDataset:
+    return grain.MapDataset.source(list(values)).to_iter_dataset()
+
+
+def plain_order(values, limit, max_waiting) -> list:
+    """Returns the order of (difficulty, index) pairs, from the definition."""
+    source, waiting, result = list(zip(values, range(len(values)), strict=True)), [], []
+    while source or waiting:
+        bound = limit(len(result))
+        is_open = [x for x in waiting if x[0] <= bound]
+        if is_open or len(waiting) >= max_waiting or not source:
+            chosen = min(waiting)
+            waiting.remove(chosen)
+            result.append(chosen)
+        elif source[0][0] <= bound:
+            result.append(source.pop(0))
+        else:
+            waiting.append(source.pop(0))
+    return result
+
+
+LIMITS = {
+    "rising": ByValue(LinearPacing(0, steps=150), low=5, high=60),
+    "cycles": lambda count: 10 + count % 40,
+    "closed": lambda count: -1,
+    "open": lambda count: math.inf,
+}
+
+
+CASES = [(name, size) for name in LIMITS for size in (1, 20, 1000)]
+QUICK = [("rising", 1000), ("cycles", 20)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "max_waiting"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
+        for case in CASES
+    ],
+)
+def test_examples_come_in_the_order_of_the_definition(limit, max_waiting):
+    values = np.random.default_rng(0).integers(0, 60, 300).tolist()
+    pairs = list(zip(values, range(300), strict=True))
+    dataset = easy_first(
+        stream_of(pairs), lambda x: x[0], LIMITS[limit], max_waiting=max_waiting
+    )
+    order = [tuple(x) for x in dataset]
+    assert order == plain_order(values, LIMITS[limit], max_waiting)
+    assert sorted(order) == sorted(pairs)
+    if limit == "rising" and max_waiting == 1000:
+        # Nothing comes early while the stream lasts.
+        bounds = [LIMITS[limit](count) for count in range(300)]
+        early = [x[0] > y for x, y in zip(order, bounds, strict=True)]
+        assert not any(early[:150])
+    iterator, done = iter(dataset), 0
+    for step in (0, 1, 64, 150, 300):
+        for _ in range(step - done):
+            next(iterator)
+        done = step
+        again = iter(dataset)
+        again.set_state(json.loads(json.dumps(iterator.get_state())))
+        # Twice, as for a run that is resumed again before it has read anything.
+        repeated = iter(dataset)
+        repeated.set_state(again.get_state())
+        for resumed in (again, repeated):
+            assert [tuple(x) for x in resumed] == order[step:]
+
+
+def length(example) -> int:
+    return len(example["x"])
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_batches_have_each_example_once_and_short_ones_first(pack):
+    lengths = np.random.default_rng(1).integers(1, 33, 200)
+    source = [{"x": np.full(n, i), "index": i} for i, n in enumerate(lengths)]
+    limit = ByValue(LinearPacing(0, steps=100), low=8, high=32)
+    plan = jb.BucketPlan.from_shapes([(8, 32)])
+    options = {"pack": pack, "lengths": lengths if pack else None}
+    dataset = jb.stream_batches(
+        easy_first(stream_of(source), length, limit), plan, pool_size=32, **options
+    )
+    iterator = iter(dataset)
+    served, state = [], None
+    for number, batch in enumerate(iterator):
+        rows = np.asarray(batch.features["index"]), batch.segment_ids["x"]
+        served += np.unique(batch.features["x"][rows[1] > 0]).tolist()
+        if number == 2:
+            state = iterator.get_state()
+            before = len(served)
+    assert sorted(served) == list(range(200))
+    # The pool holds back some, but the limit is that of the examples before it.
+    assert lengths[served[:16]].max() <= limit(16 + 32)
+    again = iter(dataset)
+    again.set_state(json.loads(json.dumps(state)))
+    rest = [
+        i
+        for batch in again
+        for i in np.unique(batch.features["x"][batch.segment_ids["x"] > 0]).tolist()
+    ]
+    assert rest == served[before:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2], float, float), "`stream` is a list, not a `grain.IterDataset`"),
+        ((stream_of([1]), 3, float), "`difficulty_fn=3` is not a function"),
+        ((stream_of([1]), float, 0.5), "`limit=0.5` is not a function"),
+    ],
+)
+def test_invalid_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        easy_first(*arguments)
+
+
+def test_a_capacity_that_is_not_positive_is_refused():
+    with pytest.raises(ValueError, match="`max_waiting=0` must be"):
+        easy_first(stream_of([1]), float, float, max_waiting=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "hard"])
+def test_a_difficulty_that_is_not_a_number_is_refused(value):
+    dataset = easy_first(stream_of([1, 2]), lambda x: value, float)
+    with pytest.raises(ValueError, match="`difficulty_fn` returns .* for example 0"):
+        next(iter(dataset))
+
+
+def test_a_limit_that_is_not_a_number_is_refused():
+    dataset = easy_first(stream_of([1, 2]), float, lambda count: math.nan)
+    with pytest.raises(ValueError, match="`limit` returns nan for 0 examples. Return"):
+        next(iter(dataset))
