@@ -16,8 +16,8 @@ def plan_of(max_tokens: int, num_buckets: int = 3, **options) -> BucketPlan:
     )
 
 
-def schedule_of(max_tokens: int, **options) -> jb.BatchSchedule:
-    plan = plan_of(max_tokens, batch_size_multiple=2)
+def schedule_of(max_tokens: int, multiple: int = 2, **options) -> jb.BatchSchedule:
+    plan = plan_of(max_tokens, batch_size_multiple=multiple)
     return jb.BatchSchedule(plan, LENGTHS, **options)
 
 
@@ -97,21 +97,24 @@ def source_of(lengths) -> list[dict]:
     return [{"x": np.full(n, i), "index": np.array(i)} for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize(
+    "num_hosts",
+    [3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))],
+)
 def test_hosts_load_parts_of_the_same_batches_and_resume(num_hosts):
-    phases = {0: schedule_of(64), 7: schedule_of(128, accumulate=2, seed=1)}
+    phases = {0: schedule_of(800, 24), 3: schedule_of(999, 24, accumulate=2, seed=1)}
     joined = JoinedSchedule(phases)
     hosts = [
         batch_dataset(
             source_of(LENGTHS),
             joined,
             shard=jb.data.RowShard((host,), num_hosts),
-            num_steps=20,
+            num_steps=12,
         )
         for host in range(num_hosts)
     ]
     resumed = hosts[0].resume(hosts[0].position(5))
-    for step in range(20):
+    for step in range(12):
         for number, expected in enumerate(joined.micro_batches(step)):
             parts = [host[step][number].features["index"] for host in hosts]
             real = expected.rows >= 0
