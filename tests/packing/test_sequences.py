@@ -394,6 +394,54 @@ def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per, shapes):
     assert difference < 1e-5 * norm(grads_b)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("few_optimizations")
+def test_train_steps_have_the_gradients_of_pairs_one_by_one():
+    rng = np.random.default_rng(0)
+    # Few lengths, because every shape of an example by itself is compiled.
+    lengths = {name: rng.choice([3, 8], 24) for name in ("inputs", "targets")}
+    source = [{name: x[name] for name in lengths} for x in make_source(lengths)]
+    limits = {"max_tokens": 96, "num_buckets": 2, "batch_size_multiple": 4}
+    padded = jb.BatchSchedule(jb.plan_buckets(lengths, **limits), lengths)
+    packed = make_schedule(lengths, {"inputs": 32, "targets": 16})
+
+    def loss_fn(model, batch, keys):
+        labels = batch.features["targets"]
+        nats = optax.softmax_cross_entropy_with_integer_labels(model(batch), labels)
+        is_real = batch.segment_ids["targets"] > 0
+        return jnp.where(is_real, nats, 0).sum(), is_real.sum()
+
+    @nnx.jit
+    def sums(model, batch):
+        return nnx.value_and_grad(loss_fn, has_aux=True)(model, batch, None)
+
+    def alone(example):
+        bucket = Bucket(1, {name: len(x) for name, x in example.items()})
+        batch = jax.tree.map(jnp.asarray, jb.data.collate_rows([example], bucket))
+        return jax.device_get(jax.tree.leaves(sums(model, batch)))
+
+    model = Translator(nnx.Rngs(0))
+    before = jax.device_get(jax.tree.leaves(nnx.state(model, nnx.Param)))
+    each = [alone(example) for example in source]
+    mesh = jb.data_mesh(jax.devices()[:4])
+    # With this optimizer, an update subtracts the gradient.
+    tx = optax.sgd(1.0)
+    for mode, schedule in itertools.product(
+        ("jit", "shard_map", "pmap"), (padded, packed)
+    ):
+        step = jb.make_train_step(loss_fn, tx, mesh, mode=mode)
+        state = jb.create_state(Translator(nnx.Rngs(0)), tx, mesh)
+        (batch,) = jb.MeshLoader(source, schedule, mesh, num_steps=1)
+        after, metrics = step(state, batch)
+        rows = schedule[0].rows
+        chosen = [each[i] for i in rows[rows >= 0]]
+        loss, weight, *gradients = (sum(x) for x in zip(*chosen, strict=True))
+        np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-5)
+        new = jax.tree.leaves(after.params)
+        for a, b, gradient in zip(before, new, gradients, strict=True):
+            np.testing.assert_allclose(a - b, gradient / weight, atol=1e-5)
+
+
 def test_batch_specs_match_the_batches():
     lengths, capacities, _ = pairs_problem(5)
     schedule = make_schedule(lengths, capacities, batch_size=8)
