@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
-from jaxbucket.base.checks import check_accumulate, check_choice
+from jaxbucket.base.checks import check_accumulate, check_choice, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.batch_schedule import BatchSchedule
@@ -294,7 +294,8 @@ class Mixture(Schedule):
             replacement.
         """
         num_steps = self.steps_per_epoch if num_steps is None else num_steps
-        turns = np.arange(check_accumulate(num_steps) * self._turns_per_step)
+        check_positive("num_steps", num_steps)
+        turns = np.arange(num_steps * self._turns_per_step)
         counts = np.bincount(
             self._turns.at_each(turns)[0], minlength=len(self.schedules)
         )

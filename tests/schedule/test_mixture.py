@@ -258,6 +258,8 @@ def test_the_report_counts_what_each_component_contributes():
     assert [x["name"] for x in report.to_dict()["components"]] == list("abc")
     assert str(report).count("\n") >= 5 and f"{num_steps:,} steps." in str(report)
     assert json.loads(report.to_json()) == json.loads(json.dumps(report.to_dict()))
+    with pytest.raises(ValueError, match="`num_steps=0` must be"):
+        mixture.report(0)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2])
