@@ -145,3 +145,38 @@ def test_a_limit_that_is_not_a_number_is_refused():
     dataset = easy_first(stream_of([1, 2]), float, lambda count: math.nan)
     with pytest.raises(ValueError, match="`limit` returns nan for 0 examples. Return"):
         next(iter(dataset))
+
+
+def test_streams_with_plans_of_their_own_are_mixed_and_resumed():
+    """By Grain, which takes the streams in a fixed order."""
+    rng = np.random.default_rng(0)
+    plans = {
+        "tokens": jb.BucketPlan.from_shapes([(4, 16)]),
+        "frames": jb.BucketPlan.from_shapes([(2, 20)]),
+    }
+    streams = [
+        jb.stream_batches(
+            stream_of([{name: np.full(n, i)} for i, n in enumerate(lengths)]),
+            plans[name],
+            pool_size=16,
+            num_epochs=None,
+        )
+        for name, lengths in (
+            ("tokens", rng.integers(1, 17, 90)),
+            ("frames", rng.integers(1, 21, 40)),
+        )
+    ]
+    mixed = grain.IterDataset.mix(streams, weights=[3, 1])
+    iterator, batches, state = iter(mixed), [], None
+    for step in range(40):
+        if step == 17:
+            state = json.loads(json.dumps(iterator.get_state()))
+        batches.append(next(iterator))
+    names = [next(iter(x.features)) for x in batches]
+    assert [names[:n].count("frames") for n in (8, 20, 40)] == [2, 5, 10]
+    for name, batch in zip(names, batches, strict=True):
+        assert batch.bucket in plans[name].buckets
+    again = iter(mixed)
+    again.set_state(state)
+    for name, batch in zip(names[17:], batches[17:], strict=True):
+        np.testing.assert_array_equal(batch.features[name], next(again).features[name])
