@@ -203,7 +203,7 @@ class BatchReader:
             self.schedule.micro_batches(step), self.schedule.draws(step), strict=True
         )
         batches = tuple(
-            self.read_batch(*indices_draws, step) for indices_draws in micro
+            self.read_batch(indices, draws, step) for indices, draws in micro
         )
         return batches[0] if self.schedule.accumulate == 1 else batches
 

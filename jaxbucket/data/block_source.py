@@ -16,7 +16,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.data.derived_source import DerivedSource
 from jaxbucket.data.example import matching_arrays
-from jaxbucket.data.source import Source, contents
+from jaxbucket.data.source import Source, check_index, contents
 from jaxbucket.data.token_file import TokenFile
 
 
@@ -123,7 +123,7 @@ class BlockSource(DerivedSource):
         )
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        index = self._checked(index)
+        index = check_index(self, index)
         first, last = self.example_splits[index : index + 2].tolist()
         template, names = self._read(first)
         examples, axes = [template], {name: names[:1] for name in names}
@@ -167,7 +167,7 @@ class _FileBlockSource(BlockSource):
         return type(self), (self._source, self.max_seq_len, None, self._borders, None)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self._blocks[self._checked(index)]
+        return self._blocks[check_index(self, index)]
 
     def collate(
         self,

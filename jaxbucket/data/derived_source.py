@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,12 +45,6 @@ class DerivedSource(abc.ABC):
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def _checked(self, index: int) -> int:
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
-        return index
 
     def _read(self, index: int) -> tuple[dict[str, np.ndarray], list[str]]:
         """Returns an entire example as arrays, and the names of its sequences."""

@@ -15,7 +15,13 @@ from jaxbucket.base.padding import PadValue
 from jaxbucket.data.example import as_arrays, matching_arrays
 from jaxbucket.data.row_checks import check_rows
 from jaxbucket.data.sequence_axes import sequence_axes
-from jaxbucket.data.source import RowSource, Source, SpanSource, fingerprints
+from jaxbucket.data.source import (
+    RowSource,
+    Source,
+    SpanSource,
+    check_index,
+    fingerprints,
+)
 from jaxbucket.data.zipped_source import ZippedSource, zip_sources
 
 
@@ -87,8 +93,7 @@ class _Concatenation:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
+        index = check_index(self, index)
         which = bisect.bisect_right(self._ends, index)
         return self._sources[which][index - self._start(which)]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.data.derived_source import DerivedSource
-from jaxbucket.data.source import SpanSource
+from jaxbucket.data.source import SpanSource, check_index
 
 
 class PartSource(DerivedSource):
@@ -29,7 +29,7 @@ class PartSource(DerivedSource):
         """Returns the example of each part and its first token in it, both int64."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        index = self._checked(index)
+        index = check_index(self, index)
         (example,), (start,) = self._spans(np.array([index]))
         length = int(self.lengths[index])
         if isinstance(self._source, SpanSource):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,6 +17,7 @@ from jaxbucket.data.source import (
     RowSource,
     Source,
     SpanSource,
+    check_index,
     fingerprints,
 )
 from jaxbucket.data.zipped_source import ZippedSource, zip_sources
@@ -106,10 +106,7 @@ class _Selection:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Any:
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
-        return self._source[int(self._indices[index])]
+        return self._source[int(self._indices[check_index(self, index)])]
 
 
 class _RowSelection(_Selection):

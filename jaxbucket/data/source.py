@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
@@ -118,6 +119,18 @@ def fingerprints(sources: Sequence[Source]) -> str:
 
 def _fingerprint(source: Source) -> str:
     return str(getattr(source, "fingerprint", ""))
+
+
+def check_index(source: Source, index: int) -> int:
+    """Returns the index of an example as an int.
+
+    Raises:
+      IndexError: if it is negative or too large.
+    """
+    index = operator.index(index)
+    if not 0 <= index < len(source):
+        raise IndexError(f"`index={index}` must be from 0 to {len(source) - 1}.")
+    return index
 
 
 def read_example(source: Source, index: int, purpose: str = "") -> Any:

@@ -21,6 +21,7 @@ from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.data.row_checks import check_row_lengths, check_rows, span_lengths
 from jaxbucket.data.segments import row_mask, row_segments, with_segments
+from jaxbucket.data.source import check_index
 from jaxbucket.data.token_index import (
     OFFSETS,
     array_path,
@@ -85,8 +86,7 @@ class TokenFile:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"`index={index}` must be from 0 to {len(self) - 1}.")
+        index = check_index(self, index)
         start, end = (int(x) for x in self._offsets[index : index + 2])
         return {
             name: np.array(

@@ -57,12 +57,12 @@ class Schedule(abc.ABC):
         Raises:
           ValueError: if there are several, as in a `JoinedSchedule`.
         """
-        if len(self.plans) > 1:
+        if len(self.plans) != 1:
             raise ValueError(
                 f"The schedule has {len(self.plans)} plans, but a single one is needed "
                 "here. Pass a `BatchSchedule` of one of `schedule.plans`."
             )
-        return next(iter(self.plans))
+        return self.plans[0]
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -72,7 +72,7 @@ class Schedule(abc.ABC):
     @property
     def sequences(self) -> tuple[str, ...]:
         """The sequences that have lengths of their own, which all plans share."""
-        return next(iter(self.plans)).sequences
+        return self.plans[0].sequences
 
     @functools.cached_property
     def truncates(self) -> bool | list[str]:

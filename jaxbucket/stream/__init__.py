@@ -13,5 +13,5 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.stream.dataset import sample_lengths, stream_batches
     from jaxbucket.stream.drift import Drift, DriftWarning
     from jaxbucket.stream.loader_stream import from_loader
+    from jaxbucket.stream.pending_examples import easy_first
     from jaxbucket.stream.stream_end import StreamEnd
-    from jaxbucket.stream.waiting_examples import easy_first

@@ -17,13 +17,13 @@ def stream_of(values) -> grain.IterDataset:
     return grain.MapDataset.source(list(values)).to_iter_dataset()
 
 
-def plain_order(values, limit, max_waiting) -> list:
+def plain_order(values, limit, max_pending) -> list:
     """Returns the order of (difficulty, index) pairs, from the definition."""
     source, waiting, result = list(zip(values, range(len(values)), strict=True)), [], []
     while source or waiting:
         bound = limit(len(result))
         is_open = [x for x in waiting if x[0] <= bound]
-        if is_open or len(waiting) >= max_waiting or not source:
+        if is_open or len(waiting) >= max_pending or not source:
             chosen = min(waiting)
             waiting.remove(chosen)
             result.append(chosen)
@@ -47,22 +47,22 @@ QUICK = [("rising", 1000), ("cycles", 20)]
 
 
 @pytest.mark.parametrize(
-    ("limit", "max_waiting"),
+    ("limit", "max_pending"),
     [
         pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
         for case in CASES
     ],
 )
-def test_examples_come_in_the_order_of_the_definition(limit, max_waiting):
+def test_examples_come_in_the_order_of_the_definition(limit, max_pending):
     values = np.random.default_rng(0).integers(0, 60, 300).tolist()
     pairs = list(zip(values, range(300), strict=True))
     dataset = easy_first(
-        stream_of(pairs), lambda x: x[0], LIMITS[limit], max_waiting=max_waiting
+        stream_of(pairs), lambda x: x[0], LIMITS[limit], max_pending=max_pending
     )
     order = [tuple(x) for x in dataset]
-    assert order == plain_order(values, LIMITS[limit], max_waiting)
+    assert order == plain_order(values, LIMITS[limit], max_pending)
     assert sorted(order) == sorted(pairs)
-    if limit == "rising" and max_waiting == 1000:
+    if limit == "rising" and max_pending == 1000:
         # Nothing comes early while the stream lasts.
         bounds = [LIMITS[limit](count) for count in range(300)]
         early = [x[0] > y for x, y in zip(order, bounds, strict=True)]
@@ -79,6 +79,20 @@ def test_examples_come_in_the_order_of_the_definition(limit, max_waiting):
         repeated.set_state(again.get_state())
         for resumed in (again, repeated):
             assert [tuple(x) for x in resumed] == order[step:]
+
+
+def test_states_of_the_stream_are_kept_only_for_pending_examples():
+    values = [1] * 100 + [9] + [1] * 5000
+    limit = {False: 0, True: 9}
+    dataset = easy_first(stream_of(values), float, lambda n: limit[n > 1000] + 1)
+    iterator = iter(dataset)
+    for _ in range(900):
+        next(iterator)
+    # The example of index 100 is pending.
+    assert len(iterator._snapshots) >= 800 // 64
+    for _ in range(4000):
+        next(iterator)
+    assert len(iterator._snapshots) <= 2
 
 
 def length(example) -> int:
@@ -130,8 +144,8 @@ def test_invalid_arguments_are_refused(arguments, message):
 
 
 def test_a_capacity_that_is_not_positive_is_refused():
-    with pytest.raises(ValueError, match="`max_waiting=0` must be"):
-        easy_first(stream_of([1]), float, float, max_waiting=0)
+    with pytest.raises(ValueError, match="`max_pending=0` must be"):
+        easy_first(stream_of([1]), float, float, max_pending=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "hard"])

@@ -22,13 +22,13 @@ def easy_first(
     difficulty_fn: Callable[[Any], float],
     limit: Callable[[int], float],
     *,
-    max_waiting: int = 10_000,
+    max_pending: int = 10_000,
 ) -> EasyFirst:
     """Returns a stream that yields an example once it is easy enough.
 
     An example is open if its difficulty is at most the limit. Examples that are too
     difficult wait, and come as soon as they are open, the easiest first, before newer
-    ones. When `max_waiting` examples wait, or the stream has ended, the easiest of them
+    ones. When `max_pending` examples wait, or the stream has ended, the easiest of them
     comes although it is not open. So every example comes exactly once.
 
     Pass the result to `stream_batches`. Each process orders its own part of the
@@ -51,7 +51,7 @@ def easy_first(
       stream: the examples.
       difficulty_fn: returns the difficulty of an example, a finite number.
       limit: returns the largest difficulty that is open after a number of examples.
-      max_waiting: the largest number of waiting examples, which are in memory. To
+      max_pending: the largest number of pending examples, which are kept in memory. To
         resume, the stream is read again from the oldest of them.
 
     Returns:
@@ -59,7 +59,7 @@ def easy_first(
 
     Raises:
       ValueError: if `stream` is not a `grain.IterDataset`, a function is not callable,
-        or `max_waiting` is not positive. From an iterator: if a difficulty or a limit
+        or `max_pending` is not positive. From an iterator: if a difficulty or a limit
         is not a number.
     """
     if not isinstance(stream, grain.IterDataset):
@@ -70,8 +70,8 @@ def easy_first(
     for name, function in (("difficulty_fn", difficulty_fn), ("limit", limit)):
         if not callable(function):
             raise ValueError(f"`{name}={function!r}` is not a function.")
-    check_positive("max_waiting", max_waiting)
-    return EasyFirst(stream, difficulty_fn, limit, max_waiting)
+    check_positive("max_pending", max_pending)
+    return EasyFirst(stream, difficulty_fn, limit, max_pending)
 
 
 class EasyFirst(grain.IterDataset[Any]):
@@ -82,20 +82,20 @@ class EasyFirst(grain.IterDataset[Any]):
         stream: grain.IterDataset[Any],
         difficulty_fn: Callable[[Any], float],
         limit: Callable[[int], float],
-        max_waiting: int,
+        max_pending: int,
     ):
         super().__init__()
         self.stream = stream
         self.difficulty_fn = difficulty_fn
         self.limit = limit
-        self.max_waiting = max_waiting
+        self.max_pending = max_pending
 
     def __iter__(self) -> EasyFirstIterator:
         return EasyFirstIterator(self)
 
 
-class _Waiting(NamedTuple):
-    """A waiting example, with its number in the stream. The easiest one comes first."""
+class _Pending(NamedTuple):
+    """A pending example, with its number in the stream. The easiest one comes first."""
 
     difficulty: float
     number: int
@@ -105,8 +105,8 @@ class _Waiting(NamedTuple):
 class EasyFirstIterator(grain.DatasetIterator[Any]):
     """Yields the examples of `easy_first`.
 
-    Its state is a state of the stream before the oldest waiting example, and the
-    indices of the waiting ones.
+    Its state is a state of the stream before the oldest pending example, and the
+    indices of all pending ones.
     """
 
     def __init__(self, dataset: EasyFirst):
@@ -119,7 +119,7 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         self._num_read = 0
         self._num_yielded = 0
         # A heap. The numbers of its examples are all different.
-        self._waiting: list[_Waiting] = []
+        self._pending: list[_Pending] = []
         # Pairs of an index, and the state of the stream before this example.
         self._snapshots: collections.deque[tuple[int, Any]] = collections.deque()
 
@@ -131,29 +131,30 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
 
     def _next_open(self, limit: float) -> Any:
         """Returns the next open example, or the easiest one if there is none."""
-        waiting = self._waiting
+        pending = self._pending
         while True:
-            is_full = len(waiting) >= self._dataset.max_waiting
-            if waiting and (waiting[0].difficulty <= limit or is_full):
-                return heapq.heappop(waiting).example
+            is_full = len(pending) >= self._dataset.max_pending
+            if pending and (pending[0].difficulty <= limit or is_full):
+                return heapq.heappop(pending).example
             try:
                 new = self._read()
             except StopIteration:
-                if not waiting:
+                if not pending:
                     raise
-                return heapq.heappop(waiting).example
+                return heapq.heappop(pending).example
             if new.difficulty <= limit:
                 return new.example
-            heapq.heappush(waiting, new)
+            heapq.heappush(pending, new)
 
-    def _read(self) -> _Waiting:
+    def _read(self) -> _Pending:
         index = self._num_read
         if index % _SNAPSHOT_EVERY == 0:
             self._snapshots.append((index, copy.deepcopy(self._iterator.get_state())))
+            self._drop_old_snapshots()
         example = next(self._iterator)
         self._num_read += 1
         difficulty = self._dataset.difficulty_fn(example)
-        return _Waiting(self._number("difficulty_fn", difficulty), index, example)
+        return _Pending(self._number("difficulty_fn", difficulty), index, example)
 
     def _number(self, name: str, value: Any) -> float:
         try:
@@ -170,9 +171,7 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         return number
 
     def get_state(self) -> dict[str, Any]:
-        oldest = min((x.number for x in self._waiting), default=self._num_read)
-        while len(self._snapshots) > 1 and self._snapshots[1][0] <= oldest:
-            self._snapshots.popleft()
+        self._drop_old_snapshots()
         if not self._snapshots:
             self._snapshots.append((0, copy.deepcopy(self._iterator.get_state())))
         first, state = self._snapshots[0]
@@ -181,19 +180,25 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
             "first": first,
             "read": self._num_read,
             "yielded": self._num_yielded,
-            "waiting": sorted(x.number for x in self._waiting),
+            "pending": sorted(x.number for x in self._pending),
         }
+
+    def _drop_old_snapshots(self) -> None:
+        """Keeps the last one before the oldest pending example, and later ones."""
+        oldest = min((x.number for x in self._pending), default=self._num_read)
+        while len(self._snapshots) > 1 and self._snapshots[1][0] <= oldest:
+            self._snapshots.popleft()
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._start()
         self._iterator.set_state(copy.deepcopy(state["stream"]))
         self._num_read = state["first"]
         self._snapshots.append((state["first"], copy.deepcopy(state["stream"])))
-        waiting = set(state["waiting"])
+        pending = set(state["pending"])
         while self._num_read < state["read"]:
             example = self._read()
-            if example.number in waiting:
-                heapq.heappush(self._waiting, example)
+            if example.number in pending:
+                heapq.heappush(self._pending, example)
         self._num_yielded = state["yielded"]
 
     def close(self) -> None:
