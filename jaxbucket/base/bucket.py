@@ -80,3 +80,29 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"[{self.batch_size}, {self.seq_len}]"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class ComponentBucket(Bucket):
+    """A bucket of one component of a mixture.
+
+    It tells it from the same bucket of a component with different features.
+
+    Example:
+      >>> print(ComponentBucket(8, 512, "audio"))
+      [8, 512] of 'audio'
+
+    Attributes:
+      component: the name of the component.
+    """
+
+    component: str
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, batch_size: int, seq_len: int | Mapping[str, int], component: str
+        ) -> None: ...
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} of {self.component!r}"

@@ -38,7 +38,7 @@ def _check_specs(specs: Any) -> None:
                 f"`specs` has {short(batch)} for {short(bucket)}, not a `Batch` of "
                 f"shapes for a `Bucket`. {_REMEDY}"
             )
-        if batch.bucket != bucket:
+        if batch.bucket != Bucket(bucket.batch_size, bucket.seq_len):
             raise ValueError(
                 f"`specs[{bucket}]` is a batch of shape {batch.bucket}. {_REMEDY}"
             )

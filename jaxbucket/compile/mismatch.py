@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.bucket import Bucket, ComponentBucket
 from jaxbucket.compile.program import Label
 
 _REMEDY = {
@@ -38,7 +38,7 @@ def check_is_batch(name: str, batch: Any) -> None:
 
 def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:
     """Returns how a batch differs from the plan, or None."""
-    bucket = batch.bucket
+    bucket = spec_bucket(batch, specs)
     if bucket not in specs:
         planned = ", ".join(map(str, specs))
         return (
@@ -46,6 +46,20 @@ def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:
             "global batches of this plan, or compile for a plan with this shape."
         )
     return _difference("batch", batch, specs[bucket], bucket)
+
+
+def spec_bucket(batch: Batch, specs: Mapping[Bucket, Batch]) -> Bucket:
+    """Returns the key of a batch in `specs`.
+
+    This is its bucket, unless components of a mixture have this bucket with different
+    features. Then it is the key of those that the batch has.
+    """
+    bucket = batch.bucket
+    components = [x for x in specs if isinstance(x, ComponentBucket)]
+    if not components or bucket not in specs:
+        return bucket
+    arrays = avals(batch)
+    return next((x for x in components if avals(specs[x]) == arrays), bucket)
 
 
 def state_difference(state: Any, spec: Any, label: Label) -> str | None:

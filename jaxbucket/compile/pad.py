@@ -47,7 +47,7 @@ class BucketPadder:
             message, or if its structure or dtypes also differ.
         """
         bucket = batch.bucket
-        large_enough = [b for b in self._specs if b.holds(bucket)]
+        large_enough = [b for b in self._alike(batch) if b.holds(bucket)]
         if bucket in self._specs or not large_enough:
             raise ValueError(difference)
         target = min(large_enough, key=lambda b: (b.num_tokens, b.seq_len))
@@ -62,6 +62,12 @@ class BucketPadder:
                 stacklevel=4,
             )
         return self._pads[key](batch)
+
+    def _alike(self, batch: Batch) -> list[Bucket]:
+        """Returns the buckets of batches with the same features, or else all."""
+        names = batch.features.keys()
+        alike = [b for b, x in self._specs.items() if x.features.keys() == names]
+        return alike or list(self._specs)
 
     def _padder(self, batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
         """Returns a function that pads batches like this one to the shape of `spec`.
@@ -106,7 +112,9 @@ class BucketPadder:
         if difference is not None:
             raise ValueError(difference)
         zeros = jax.tree.map(lambda _: 0, spec)
-        fills = zeros._replace(features=zeros.features | self._fills)
+        fills = zeros._replace(
+            features={name: self._fills.get(name, 0) for name in spec.features}
+        )
 
         def pad(leaf: jax.Array, spec: Any, fill: Any) -> jax.Array:
             widths = [(0, b - a) for a, b in zip(leaf.shape, spec.shape, strict=True)]
@@ -119,13 +127,17 @@ class BucketPadder:
 
 
 def _dtypes_of_sequences(specs: Mapping[Bucket, Batch]) -> dict[str, Any]:
-    """Returns name -> dtype of the features that have a sequence axis."""
+    """Returns name -> dtype of the features that have a sequence axis.
 
-    def sequence_names(batch: Batch) -> set[str]:
+    These are features whose axis has the size T in all buckets that have them.
+    """
+
+    dtypes: dict[str, Any] = {}
+    others: set[str] = set()
+    for batch in specs.values():
         seq_lens = {ids.shape[1] for ids in batch.segment_ids.values()}
-        features = batch.features.items()
-        return {name for name, x in features if {*x.shape[1:2]} & seq_lens}
-
-    first = next(iter(specs.values())).features
-    names = set.intersection(*map(sequence_names, specs.values()))
-    return {name: first[name].dtype for name in first if name in names}
+        for name, x in batch.features.items():
+            dtypes.setdefault(name, x.dtype)
+            if not {*x.shape[1:2]} & seq_lens:
+                others.add(name)
+    return {name: dtype for name, dtype in dtypes.items() if name not in others}

@@ -20,6 +20,7 @@ from jaxbucket.compile.guard import CompileGuard, OnCompile
 from jaxbucket.compile.mismatch import (
     batch_difference,
     check_is_batch,
+    spec_bucket,
     state_difference,
 )
 from jaxbucket.compile.options import CompileOptions, Unplanned
@@ -298,7 +299,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
         difference = batch_difference(batch, self._specs) if may_compile else None
         if difference is None:
             try:
-                return self.run_program(batch.bucket, state, *args)
+                bucket = spec_bucket(batch, self._specs)
+                return self.run_program(bucket, state, *args)
             except ValueError as error:
                 if not may_compile:
                     raise

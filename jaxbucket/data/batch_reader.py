@@ -69,12 +69,14 @@ class FeatureTemplate(NamedTuple):
       example: an example, for its features and dtypes.
       sequences: the features that are padded.
       max_segments: the maximum number of examples in a packed row, or None.
+      component: the name of the component of a mixture; empty if it has no names.
     """
 
     plans: tuple[BucketPlan, ...]
     example: Example
     sequences: Sequences
     max_segments: int | None
+    component: str = ""
 
 
 def make_reader(

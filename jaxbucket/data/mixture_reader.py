@@ -55,7 +55,11 @@ class MixtureReader:
         """The features of the batches of each component."""
         # This reads an example of each source, with the names in errors.
         _ = self.like
-        return [x for reader in self.readers.values() for x in reader.templates]
+        return [
+            template._replace(component=name)
+            for name, reader in self.readers.items()
+            for template in reader.templates
+        ]
 
     def describe(self) -> dict[str, Any]:
         """Returns the options of all components, as plain Python for JSON."""

@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.bucket import Bucket, ComponentBucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition
@@ -168,9 +168,11 @@ class MeshLoader:
     def specs(self) -> dict[Bucket, Batch]:
         """Shapes, dtypes and shardings of the batches per bucket, for `compile_steps`.
 
+        If components of a mixture have a bucket in common, but different features, the
+        key of all but the first is a `ComponentBucket`.
+
         Raises:
-          ValueError: if jax does not support the dtype of a feature, or two components
-            of a mixture have a bucket in common, but different features.
+          ValueError: if jax does not support the dtype of a feature.
         """
         specs: dict[Bucket, Batch] = {}
         for template in self.dataset.templates:
@@ -183,9 +185,7 @@ class MeshLoader:
                     sequences=template.sequences,
                     max_segments=template.max_segments,
                 )
-                for bucket in specs.keys() & new.keys():
-                    _check_same_features(bucket, specs[bucket], new[bucket])
-                specs |= new
+                _add_specs(specs, new, template.component)
         return specs
 
     def position(self, step: int) -> DataPosition:
@@ -219,13 +219,13 @@ class MeshLoader:
         return resumed
 
 
-def _check_same_features(bucket: Bucket, first: Batch, second: Batch) -> None:
-    """Raises a ValueError if batches of one bucket have different arrays."""
-    if first != second:
-        raise ValueError(
-            f"Two components of the mixture have the bucket {bucket}, one with the "
-            f"features {sorted(first.features)} and one with "
-            f"{sorted(second.features)}, or with other dtypes. Plan one of them with a "
-            "different `seq_len_multiple` or `max_tokens`, so that they have no bucket "
-            "in common."
-        )
+def _add_specs(
+    specs: dict[Bucket, Batch], new: Mapping[Bucket, Batch], component: str
+) -> None:
+    """Adds the batches of a component that no other component has."""
+    for bucket, batch in new.items():
+        if bucket not in specs:
+            specs[bucket] = batch
+        elif batch not in specs.values():
+            shape = bucket.batch_size, bucket.seq_len
+            specs[ComponentBucket(*shape, component)] = batch

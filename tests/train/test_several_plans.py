@@ -137,21 +137,60 @@ def test_three_components_share_one_compiled_step(mesh, num_steps):
         np.testing.assert_array_equal(a, b)
 
 
-def test_components_with_a_common_bucket_need_the_same_features(mesh):
+def mixture_of_one_shape(mesh, **options):
+    """Returns the loader of three components with one bucket, two of them alike."""
     plan = jb.BucketPlan.from_shapes([(2, 8)])
-    schedules = {x: jb.BatchSchedule(plan, [3, 8]) for x in ("text", "audio")}
-    mixture = jb.Mixture(schedules, {"text": 1, "audio": 1})
-    audio = [{"frames": np.ones((n, 3), np.float32)} for n in (3, 8)]
-    sources = {"text": tokens_of([3, 8]), "audio": audio}
-    loader = jb.MeshLoader(sources, mixture, mesh)
-    message = (
-        r"Two components of the mixture have the bucket \[2, 8\], one with the "
-        r"features \['tokens'\] and one with \['frames'\], or"
-    )
-    with pytest.raises(ValueError, match=message):
-        _ = loader.specs
-    sources["audio"] = tokens_of([3, 8])
-    assert len(jb.MeshLoader(sources, mixture, mesh).specs) == 1
+    schedules = {x: jb.BatchSchedule(plan, [3, 8]) for x in ("text", "audio", "code")}
+    mixture = jb.Mixture(schedules, dict.fromkeys(schedules, 1))
+    audio = [{"frames": np.full((n, 3), n, np.float32)} for n in (3, 8)]
+    sources = {"text": tokens_of([3, 8]), "audio": audio, "code": tokens_of([3, 8])}
+    return jb.MeshLoader(sources, mixture, mesh, **options)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_shape_with_different_features_has_a_program_for_each(mesh, accumulate):
+    loader = mixture_of_one_shape(mesh, num_steps=6)
+    first, second = loader.specs
+    assert list(map(str, loader.specs)) == ["[2, 8]", "[2, 8] of 'audio'"]
+    with jb.compile.count_compiles() as compiles:
+        state, steps = compile_all(loader, optax.sgd(0.1), accumulate=accumulate)
+        for number, batch in enumerate(loader):
+            assert ("frames" in batch.features) == (number % 3 == 1)
+            # The loss without jit, before the state is donated.
+            total, count = loss_fn(state.model, batch, None)
+            state, metrics = steps(state, (batch,) if accumulate else batch)
+            assert metrics["loss"] == pytest.approx(float(total) / int(count), rel=1e-5)
+    name = "add_micro_batch" if accumulate else "train_step"
+    assert compiles[name] == 2 and set(steps) == {first, second}
+    assert {x.label for x in steps.report.programs} >= {str(first), str(second)}
+
+
+def test_a_longer_bucket_is_one_with_the_same_features(mesh):
+    loader = mixture_of_one_shape(mesh)
+    state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
+
+    def real_positions(state, batch):
+        (ids,) = batch.segment_ids.values()
+        (values,) = batch.features.values()
+        padding = jnp.where(ids[..., None] > 0, 0, values.reshape(*ids.shape, -1))
+        return (ids > 0).sum(), padding.max()
+
+    options = {"unplanned": "longer", "pad_value": {"frames": 7, "tokens": 5}}
+    steps = jb.compile_steps(real_positions, state, loader.specs, **options)
+    small = jb.BucketPlan.from_shapes([(2, 4)]).buckets[0]
+    for example, padding in (
+        ({"frames": np.ones((3, 3), np.float32)}, 7),
+        ({"tokens": np.ones(3, np.int32)}, 5),
+    ):
+        rows = jb.data.collate_rows([example], small)
+        (batch,) = jb.sharding.prefetch_to_mesh([rows], mesh)
+        with pytest.warns(RuntimeWarning, match=r"padded to \[2, 8\]"):
+            assert tuple(map(int, steps(state, batch))) == (3, padding)
+    example = {"tokens": np.ones((3, 2), np.int32)}
+    rows = jb.data.collate_rows([example] * 2, loader.schedule.buckets[0])
+    (batch,) = jb.sharding.prefetch_to_mesh([rows], mesh)
+    with pytest.raises(ValueError, match=r"`batch.*tokens.*\[2, 8, 2\], but"):
+        steps(state, batch)
 
 
 @pytest.mark.parametrize("kind", ["joined", "mixture"])
