@@ -384,10 +384,10 @@ def contrastive(params, batch, keys, gather=gather_rows, numbers=row_numbers):
     ("loss", "packed"),
     [
         (squared_loss, True),
-        (with_dropout, False),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
+                (with_dropout, False),
                 (squared_loss, False),
                 (with_dropout, True),
                 (attention, False),
@@ -693,6 +693,7 @@ def test_sequences_excludes_a_feature_that_is_as_wide_as_the_batch():
         check_loss(loss, PARAMS, batch)
 
 
+@pytest.mark.exhaustive
 def test_a_loss_may_change_any_variables():
     class Counter(nnx.Variable):
         pass

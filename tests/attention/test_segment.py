@@ -170,6 +170,7 @@ def test_segments_are_independent_of_their_neighbors(is_causal):
     assert np.abs(attend_to_segment(tuple(2 * x for x in heads))[0]).max() > 0
 
 
+@pytest.mark.exhaustive
 def test_blocks_of_keys_that_no_query_needs_are_skipped():
     # NaN spreads to every output that it is part of, even with a weight of 0.
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([16, 16, 16]), axis=1)
@@ -198,6 +199,7 @@ def test_memory_grows_linearly_with_the_row():
     assert sizes[1] < 4 * 2 * 2048**2 / 4
 
 
+@pytest.mark.exhaustive
 def test_rows_can_be_sharded_over_devices():
     mesh = jb.data_mesh()
     ids = packed_rows(3, size=8, seq_len=40)

@@ -202,6 +202,7 @@ def test_columns_with_different_numbers_of_examples_are_refused():
     assert "different numbers of examples" in message
 
 
+@pytest.mark.exhaustive
 def test_several_columns_are_compared(files):
     words = (*OPTIONS, "--plan", "joint.json", "--plot", "compare.png")
     output = run("compare", "pairs.npz", *words)
@@ -246,6 +247,7 @@ def test_packed_rows_of_several_columns_are_planned_reported_and_compared(files)
     assert "`--max-ratio` requires several columns" in message
 
 
+@pytest.mark.exhaustive
 def test_the_number_of_shapes_of_several_columns_may_be_chosen(files):
     auto = ("--num-buckets", "auto", "--compile-seconds", 0.5, "--per-second", 4000)
     words = (*BOTH, "--max-tokens", 4096, *auto)

@@ -370,7 +370,13 @@ def test_an_empty_unit_is_refused():
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"FORCE_COLOR": "1"}])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NO_COLOR": "1"},
+        pytest.param({"FORCE_COLOR": "1"}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_tables_of_large_numbers_fit_80_columns(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -681,7 +681,7 @@ def damage(path, rng):
     ("seed", "times"),
     [
         *((seed, 3) for seed in range(3)),
-        *(pytest.param(seed, 20, marks=exhaustive) for seed in range(3, 6)),
+        *(pytest.param(seed, 8, marks=exhaustive) for seed in range(3, 6)),
     ],
 )
 def test_damaged_files_are_named_and_not_loaded(folder, saved, seed, times):

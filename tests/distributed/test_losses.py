@@ -60,7 +60,6 @@ SLOW_FAULTS = {
     "raising worker": (1, "raise KeyError('row 7')", "raised KeyError: 'row 7'"),
     "killed coordinator": (0, "os.kill(os.getpid(), signal.SIGKILL)", "lost the"),
     "stopped worker": (1, "os.kill(os.getpid(), signal.SIGSTOP)", "no heartbeat"),
-    "leaving worker": (1, "sys.exit('bad row')", "raised SystemExit: bad row"),
     "stopped coordinator": (0, "os.kill(os.getpid(), signal.SIGSTOP)", "no heart"),
     # Holds Python's lock, so that no Python thread runs, but the store still answers.
     "hung coordinator": (0, "ctypes.PyDLL(None).usleep(10**8)", "no heartbeat"),
@@ -69,7 +68,6 @@ SLOW_FAULTS = {
         "processes._watchdog._pause = lambda: 1 / 0; time.sleep(100)",
         "raised ZeroDivisionError in its watchdog: division by zero",
     ),
-    "hung worker": (1, "ctypes.PyDLL(None).usleep(10**8)", "no heartbeat"),
 }
 
 

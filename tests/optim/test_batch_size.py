@@ -322,7 +322,7 @@ def test_every_optimizer_is_known_to_be_linear_or_not(name):
     "name",
     mostly_exhaustive(
         sorted(with_learning_rate(optax.contrib).keys() - NOT_TESTED),
-        {"acprop", "dadapt_adamw", "prodigy", "schedule_free_sgd"},
+        {"acprop", "schedule_free_sgd"},
     ),
 )
 def test_every_contributed_optimizer_is_known_to_be_linear_or_not(name):

@@ -80,6 +80,7 @@ def test_expensive_compilation_leads_to_fewer_shapes():
     assert size(3, num_epochs=300) > sizes[2]
 
 
+@pytest.mark.exhaustive
 def test_the_reason_names_the_times_of_neighboring_points():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.3, num_epochs=2)
     k = curve.chosen.num_buckets

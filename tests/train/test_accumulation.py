@@ -211,6 +211,7 @@ def test_each_bucket_and_each_phase_is_compiled_once(mode, group):
     assert len(traces) == devices_once
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", only("jit"))
 def test_compiled_and_jitted_steps_agree_and_donate_their_state(mode):
     examples, schedule = scheduled(group="mixed")
