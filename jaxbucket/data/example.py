@@ -264,6 +264,7 @@ def common_size(sizes: Mapping[str, int], row: int | None = None) -> int:
     name, length = next(iter(sizes.items()))
     if length == 0:
         raise ValueError(
-            f"{where} has length 0 in {name!r}. Remove empty examples from the source."
+            f"{where} has length 0 in {name!r}. Remove empty examples from the source, "
+            "for example with `jb.data.select`."
         )
     return length
