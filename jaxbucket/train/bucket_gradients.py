@@ -106,7 +106,7 @@ def bucket_bias(
         )
     counts, chosen = _choose(batches, batches_per_bucket, seed)
     step_fn = make_sketch_step(loss_fn, batches, seed)
-    specs = {bucket: batches.specs[bucket] for bucket in counts}
+    specs = {key: spec for key, spec in batches.specs.items() if spec.bucket in counts}
     steps = compile_steps(step_fn, state, specs, progress=progress)
     measured: dict[Bucket, list[Any]] = {bucket: [] for bucket in counts}
     with progress_bar(progress) as bar:

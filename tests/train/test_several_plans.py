@@ -137,13 +137,14 @@ def test_three_components_share_one_compiled_step(mesh, num_steps):
         np.testing.assert_array_equal(a, b)
 
 
-def mixture_of_one_shape(mesh, **options):
+def mixture_of_one_shape(mesh, lengths=(3, 8), **options):
     """Returns the loader of three components with one bucket, two of them alike."""
     plan = jb.BucketPlan.from_shapes([(2, 8)])
-    schedules = {x: jb.BatchSchedule(plan, [3, 8]) for x in ("text", "audio", "code")}
+    names = ("text", "audio", "code")
+    schedules = {name: jb.BatchSchedule(plan, lengths) for name in names}
     mixture = jb.Mixture(schedules, dict.fromkeys(schedules, 1))
-    audio = [{"frames": np.full((n, 3), n, np.float32)} for n in (3, 8)]
-    sources = {"text": tokens_of([3, 8]), "audio": audio, "code": tokens_of([3, 8])}
+    audio = [{"frames": np.full((n, 3), n, np.float32)} for n in lengths]
+    sources = {"text": tokens_of(lengths), "audio": audio, "code": tokens_of(lengths)}
     return jb.MeshLoader(sources, mixture, mesh, **options)
 
 
@@ -163,6 +164,16 @@ def test_a_shape_with_different_features_has_a_program_for_each(mesh, accumulate
     name = "add_micro_batch" if accumulate else "train_step"
     assert compiles[name] == 2 and set(steps) == {first, second}
     assert {x.label for x in steps.report.programs} >= {str(first), str(second)}
+
+
+@pytest.mark.exhaustive
+def test_the_bias_of_a_shape_includes_all_its_components(mesh):
+    loader = mixture_of_one_shape(mesh, lengths=(3, 8) * 8)
+    state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
+    bias = jb.train.bucket_bias(loss_fn, state, loader, progress=False)
+    (bucket,) = bias.buckets
+    assert bucket.bucket == loader.schedule.buckets[0]
+    assert bucket.num_batches == 16 < len(loader.schedule)
 
 
 def test_a_longer_bucket_is_one_with_the_same_features(mesh):
