@@ -48,8 +48,8 @@ def select(source: Source, selected: ArrayLike) -> Source:
       does not resume with a different one.
 
     Raises:
-      ValueError: if no example is selected, or `selected` is neither `[N]` bool nor
-        valid indices.
+      ValueError: if `source` is empty, no example is selected, or `selected` is neither
+        `[N]` bool nor valid indices.
     """
     indices = _indices(len(source), selected)
     if isinstance(source, ZippedSource):
@@ -65,6 +65,8 @@ def select(source: Source, selected: ArrayLike) -> Source:
 
 
 def _indices(size: int, selected: ArrayLike) -> np.ndarray:
+    if not size:
+        raise ValueError("`source` is empty. Pass a source with examples.")
     array = np.asarray(selected)
     if array.dtype == bool:
         if array.shape != (size,):
@@ -85,6 +87,11 @@ def _indices(size: int, selected: ArrayLike) -> np.ndarray:
         raise ValueError(
             f"`selected` has the index {bad}, but `source` has {size} examples. Pass "
             f"indices from 0 to {size - 1}."
+        )
+    if array.size == size > 2 and array.max() <= 1:
+        raise ValueError(
+            f"`selected` has only 0 and 1 for {size} examples. Pass "
+            "`selected.astype(bool)`, because integers are indices."
         )
     return array.astype(np.int64)
 

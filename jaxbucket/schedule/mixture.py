@@ -109,6 +109,7 @@ class Mixture(Schedule):
         self.names: tuple[str, ...] = ()
         if isinstance(schedules, Mapping):
             self.names = tuple(schedules)
+            self._check_names()
             schedules = list(schedules.values())
         self.schedules = list(schedules)
         steps = check_weights(weights, self.names, len(self.schedules))
@@ -127,6 +128,14 @@ class Mixture(Schedule):
         self._starts = [0, *itertools.accumulate(sizes)]
         self._turns_per_step = self._group(check_accumulate(accumulate))
         self._turns = self._order_turns(steps)
+
+    def _check_names(self) -> None:
+        for name in self.names:
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"`schedules` has the name {name!r}, a {type(name).__name__}. Pass "
+                    "names that are strings."
+                )
 
     def _check(self) -> None:
         for index, schedule in enumerate(self.schedules):

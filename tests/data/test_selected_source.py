@@ -98,12 +98,18 @@ def test_a_run_does_not_resume_with_a_different_selection(source):
         ([0, 60], "`selected` has the index 60, but `source` has 60 .* 0 to 59"),
         ([0, -1], "`selected` has the index -1, but"),
         ([0.5], r"`selected` is float64\[1\]. Pass integers"),
+        ([1, 0] * 30, "`selected` has only 0 and 1 for 60 examples. Pass `selected.as"),
         ([[1, 2]], r"`selected` is int64\[1, 2\]. Pass integers"),
     ],
 )
 def test_invalid_selections_are_refused(selected, message):
     with pytest.raises(ValueError, match=message):
         select(EXAMPLES, selected)
+
+
+def test_an_empty_source_is_refused():
+    with pytest.raises(ValueError, match="`source` is empty"):
+        select([], [0])
 
 
 def test_an_index_outside_the_selection_is_refused():
