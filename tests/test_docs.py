@@ -131,6 +131,13 @@ def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
     return run.stdout
 
 
+def lines_of_two(pattern: str, printed: str) -> list[tuple[str, ...]]:
+    """Returns the groups of the lines of two processes that match a pattern."""
+    lines = re.findall(f"^{pattern}$", printed, re.MULTILINE)
+    assert len(lines) == 2, printed
+    return lines
+
+
 @pytest.mark.exhaustive
 def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
     loop, *_ = blocks("python", PAGES["processes"])
@@ -139,9 +146,7 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
         # The second run has nothing left to do.
         tell = "print(len(schedule), int(state.step))"
         printed = output_of_two(loop, tell, tmp_path)
-        ((step, updates), (_, other)) = re.findall(
-            r"^\[.\] (\d+) (\d+)$", printed, re.MULTILINE
-        )
+        (step, updates), (_, other) = lines_of_two(r"\[.\] (\d+) (\d+)", printed)
         assert step == updates == other
         assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
 
@@ -161,7 +166,7 @@ with jb.Processes() as processes:
 """
     tell = "print(step, batches.ended, batches.counts.read)"
     printed = output_of_two(begin + textwrap.indent(loop, "    "), tell, tmp_path)
-    ends = re.findall(r"^\[(.)\] (\d+) True (\d+)$", printed, re.MULTILINE)
+    ends = lines_of_two(r"\[(.)\] (\d+) True (\d+)", printed)
     assert {index: read for index, _, read in ends} == {"0": "400", "1": "200"}
     assert len({step for _, step, _ in ends}) == 1
     # Without synchronizations they end later.
@@ -171,5 +176,5 @@ with jb.Processes() as processes:
     printed = output_of_two(
         begin + textwrap.indent(alone, "    "), "print(step)", tmp_path
     )
-    ((_, step), (_, other)) = re.findall(r"^\[(.)\] (\d+)$", printed, re.MULTILINE)
+    (_, step), (_, other) = lines_of_two(r"\[(.)\] (\d+)", printed)
     assert int(ends[0][1]) < int(step) == int(other)
