@@ -76,6 +76,21 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
     return np.stack(list(parts.values()), axis=1)
 
 
+def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
+    """Returns lengths of one sequence, `[N]`, or of several, `[N, Q]`.
+
+    Args:
+      lengths: `[N]` integers; or as for `lengths_matrix`.
+      sequences: the names of several sequences; empty if examples have one length.
+
+    Raises:
+      ValueError: as `check_lengths` or `lengths_matrix`.
+    """
+    if sequences:
+        return lengths_matrix(lengths, sequences)
+    return check_lengths(lengths)
+
+
 def total_lengths(lengths: np.ndarray) -> np.ndarray:
     """Returns the number of tokens of each example over all sequences, `[N]`.
 

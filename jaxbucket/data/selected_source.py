@@ -11,6 +11,7 @@ from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
+from jaxbucket.base.selection import selected_indices
 from jaxbucket.data.row_checks import check_rows
 from jaxbucket.data.source import (
     PackedSource,
@@ -51,7 +52,9 @@ def select(source: Source, selected: ArrayLike) -> Source:
       ValueError: if `source` is empty, no example is selected, or `selected` is neither
         `[N]` bool nor valid indices.
     """
-    indices = _indices(len(source), selected)
+    if not len(source):
+        raise ValueError("`source` is empty. Pass a source with examples.")
+    indices = selected_indices("selected", selected, len(source))
     if isinstance(source, ZippedSource):
         parts = [select(x, indices) for x in source.sources]
         return zip_sources(cast(list[RowSource], parts))
@@ -62,38 +65,6 @@ def select(source: Source, selected: ArrayLike) -> Source:
     if isinstance(source, RowSource):
         return _RowSelection(source, indices)
     return _Selection(source, indices)
-
-
-def _indices(size: int, selected: ArrayLike) -> np.ndarray:
-    if not size:
-        raise ValueError("`source` is empty. Pass a source with examples.")
-    array = np.asarray(selected)
-    if array.dtype == bool:
-        if array.shape != (size,):
-            raise ValueError(
-                f"`selected` is bool{list(array.shape)}, but `source` has {size} "
-                "examples. Pass a bool for each of them, or indices."
-            )
-        array = np.flatnonzero(array)
-    if array.size == 0:
-        raise ValueError("`selected` selects no example. Select at least one.")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"`selected` is {array.dtype}{list(array.shape)}. Pass integers `[M]`, or "
-            "a bool for each example."
-        )
-    if array.min() < 0 or array.max() >= size:
-        bad = int(array[(array < 0) | (array >= size)][0])
-        raise ValueError(
-            f"`selected` has the index {bad}, but `source` has {size} examples. Pass "
-            f"indices from 0 to {size - 1}."
-        )
-    if array.size == size > 2 and array.max() <= 1:
-        raise ValueError(
-            f"`selected` has only 0 and 1 for {size} examples. Pass "
-            "`selected.astype(bool)`, because integers are indices."
-        )
-    return array.astype(np.int64)
 
 
 class _Selection:

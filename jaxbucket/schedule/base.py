@@ -36,6 +36,7 @@ class Schedule(abc.ABC):
         holds one example.
       parts: sequence name -> `[N]` integers, the lengths of this sequence, which add
         up to `lengths`; None unless examples have several sequences.
+      subset: `[N]` bool, the examples of an epoch; None for all.
       first_step: the step at which the first epoch starts; 0 unless the schedule was
         created by `continue_with`.
       continues: the fingerprint of the schedule that provides the earlier steps; None
@@ -47,6 +48,7 @@ class Schedule(abc.ABC):
     accumulate: int = 1
     max_segments: int | None = None
     parts: dict[str, np.ndarray] | None = None
+    subset: np.ndarray | None = None
     first_step: int = 0
     continues: str | None = None
 
@@ -106,6 +108,19 @@ class Schedule(abc.ABC):
         if self.parts is None:
             return self.lengths
         return np.stack(list(self.parts.values()), axis=1)
+
+    @property
+    def is_kept(self) -> np.ndarray:
+        """`[N]` bool, the examples of the subset that the plan does not leave out.
+
+        Raises:
+          ValueError: if there are several plans.
+        """
+        if self.subset is None:
+            return self.plan.assign(self.columns) >= 0
+        is_kept = self.subset.copy()
+        is_kept[is_kept] = self.plan.assign(self.columns[is_kept]) >= 0
+        return is_kept
 
     @property
     @abc.abstractmethod

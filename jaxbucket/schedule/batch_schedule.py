@@ -13,6 +13,7 @@ import json
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
@@ -22,8 +23,10 @@ from jaxbucket.base.checks import (
     check_positive,
     check_seed,
 )
-from jaxbucket.base.lengths import Lengths, total_lengths
+from jaxbucket.base.digest import digest
+from jaxbucket.base.lengths import Lengths, any_lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.selection import selected_indices
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import (
@@ -106,6 +109,9 @@ class BatchSchedule(Schedule):
         row.
       balance: whether to order the rows of a batch so that devices have about the same
         work of attention within examples. Packed rows always are.
+      subset: `[N]` bool, the examples that take part, or their indices; None for all.
+        The other lengths may be longer than the plan allows. With a `Curriculum`, its
+        difficulties are those of all N examples, and shares are those of the subset.
       group: "same" if all micro-batches of a step share a bucket, as pipeline
         parallelism requires, or "mixed" if a step takes consecutive batches of the
         order. With "same", the micro-batches of a step are filled together, and the
@@ -123,7 +129,8 @@ class BatchSchedule(Schedule):
         `remainder` or `group` is unknown; if the first epoch does not have the batches
         of `opening`; if `seed` is out of range; if `packing` is for different lengths,
         does not fit the plan, is combined with a `Curriculum` with replacement, or is
-        missing for a plan for packed rows.
+        missing for a plan for packed rows; if `subset` selects no example, is not
+        `[N]` bool or different indices, or is combined with `packing`.
     """
 
     def __init__(
@@ -139,11 +146,12 @@ class BatchSchedule(Schedule):
         group: Group = "same",
         packing: Packing | None = None,
         balance: bool = False,
+        subset: ArrayLike | None = None,
     ):
         check_choice("group", group, GROUPS)
         self.plans = (plan,)
         is_packed = packing is not None
-        columns = plan.check(lengths)
+        columns, self.subset = _check_lengths(plan, lengths, subset, packing)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -183,6 +191,7 @@ class BatchSchedule(Schedule):
             group=batches_together,
             batches_per_step=self._batches_per_step,
             packed=self._packed_rows,
+            subset=self.subset,
         )
         self._opening = (
             OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
@@ -291,13 +300,18 @@ class BatchSchedule(Schedule):
                 "A report requires that an epoch has every example once. This does not "
                 "hold with `replacement=True`. Count the batches of the schedule."
             )
+        lengths, others = self._row_lengths, 0
+        if self.subset is not None:
+            others = int(np.count_nonzero(~self.subset))
+            lengths = lengths[self.subset]
         epoch = report(
             self._rows.plan,
-            self._row_lengths,
+            lengths,
             remainder=self.remainder,
             accumulate=self.accumulate,
             group=self.group,
         )
+        epoch = dataclasses.replace(epoch, unselected_examples=others)
         rows = self._fixed_rows()
         if self.packing is not None:
             share = epoch.examples / self.packing.num_rows
@@ -377,6 +391,8 @@ class BatchSchedule(Schedule):
             config["balance"] = True
         if self.packing is not None:
             config["packing"] = self.packing.fingerprint
+        if self.subset is not None:
+            config["subset"] = _digest_of(self.subset)
         return config
 
     def _fingerprint_parts(self) -> list[str]:
@@ -392,4 +408,39 @@ class BatchSchedule(Schedule):
             parts.append("balance")
         if self.packing is not None:
             parts += ["packing", self.packing.fingerprint]
+        if self.subset is not None:
+            parts += ["subset", _digest_of(self.subset)]
         return parts
+
+
+def _check_lengths(
+    plan: BucketPlan,
+    lengths: Lengths,
+    subset: ArrayLike | None,
+    packing: Packing | None,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None."""
+    if subset is None:
+        return plan.check(lengths), None
+    if packing is not None:
+        raise ValueError(
+            "`subset` and `packing` cannot be combined, because rows hold examples "
+            "inside and outside of the subset. Pack the lengths of the subset, and "
+            "select its examples with `jb.data.select`."
+        )
+    columns = any_lengths(lengths, plan.sequences)
+    indices = selected_indices("subset", subset, len(columns))
+    is_selected = np.zeros(len(columns), bool)
+    is_selected[indices] = True
+    if np.count_nonzero(is_selected) < len(indices):
+        raise ValueError(
+            "`subset` has an index twice. Pass different ones, because an epoch has "
+            "each example once."
+        )
+    # The plan has to hold only these.
+    plan.check(columns[is_selected])
+    return columns, is_selected
+
+
+def _digest_of(subset: np.ndarray) -> str:
+    return digest(np.packbits(subset).data)

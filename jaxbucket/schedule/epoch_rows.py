@@ -47,6 +47,7 @@ class EpochRows:
       group: the number of batches of a bucket that are treated as one batch here.
       batches_per_step: the number of batches in a step.
       packed: the examples of packed rows; None if a row is an example.
+      subset: `[N]` bool, the examples of an epoch; None for all.
 
     Attributes:
       plan: the buckets.
@@ -70,13 +71,15 @@ class EpochRows:
         group: int = 1,
         batches_per_step: int = 1,
         packed: PackedRows | None = None,
+        subset: np.ndarray | None = None,
     ):
         self.plan = plan
         self.sizes = plan.rows_per_step(group)
-        self._lengths, self._group, self._packed = lengths, group, packed
+        self._group, self._packed = group, packed
+        self._lengths = lengths if subset is None else lengths[subset]
         self._remainder: Remainder = remainder
         self._num_examples = len(lengths)
-        self._examples, counts = examples_by_bucket(plan, lengths, within)
+        self._examples, counts = examples_by_bucket(plan, lengths, within, subset)
         self._offsets = np.cumsum(counts) - counts
         self.flow = epoch_flow(plan, counts, remainder, group)
         self.num_batches = self.flow.num_batches

@@ -7,7 +7,7 @@ examples take a few seconds and less than half a gigabyte.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -22,7 +22,10 @@ _DROPPED = -1
 
 
 def examples_by_bucket(
-    plan: BucketPlan, lengths: np.ndarray, within: Within | ArrayLike = "source"
+    plan: BucketPlan,
+    lengths: np.ndarray,
+    within: Within | ArrayLike = "source",
+    subset: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns all examples that the plan keeps, sorted by bucket.
 
@@ -41,6 +44,8 @@ def examples_by_bucket(
       within: how the examples of a bucket are sorted: in "source" order, "ascending" or
         "descending" by (total) length, or ascending by an `[N]` array. Ties stay in
         source order.
+      subset: `[N]` bool, the examples to return; None for all. The plan has to accept
+        only these.
 
     Returns:
       `[N']` uint32 examples (int64 for more than 2**32 lengths), and `[K]` int64
@@ -50,14 +55,17 @@ def examples_by_bucket(
         totals = total_lengths(lengths).astype(np.int64)
         within = -totals if within == "descending" else totals
     if isinstance(within, str) and within != "source":
-        distinct, rank, bucket = _length_ranks(plan, lengths, within)
+        distinct, rank, bucket = _length_ranks(plan, lengths, within, subset)
         examples, sizes = _counting_sort(
-            lengths, lambda part: rank[np.searchsorted(distinct, part)], len(bucket)
+            lengths,
+            lambda part: rank[np.searchsorted(distinct, part)],
+            len(bucket),
+            subset,
         )
         counts = np.zeros(len(plan), np.int64)
         np.add.at(counts, bucket, sizes)
         return examples, counts
-    examples, counts = _counting_sort(lengths, plan.assign, len(plan))
+    examples, counts = _counting_sort(lengths, plan.assign, len(plan), subset)
     if not isinstance(within, str):
         key = np.asarray(within)
         for part in np.split(examples, np.cumsum(counts)[:-1]):
@@ -66,12 +74,12 @@ def examples_by_bucket(
 
 
 def _length_ranks(
-    plan: BucketPlan, lengths: np.ndarray, within: str
+    plan: BucketPlan, lengths: np.ndarray, within: str, subset: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `[M]` distinct lengths, `[M]` ranks or -1, and the bucket of a rank."""
     distinct = np.empty(0, lengths.dtype)
-    for part in _chunks(lengths):
-        distinct = np.union1d(distinct, part)
+    for part, is_selected in _chunks(lengths, subset):
+        distinct = np.union1d(distinct, part[is_selected])
     bucket = plan.assign(distinct).astype(np.int64)
     sign = -1 if within == "descending" else 1
     order = np.lexsort((sign * distinct.astype(np.int64), bucket))
@@ -82,24 +90,35 @@ def _length_ranks(
 
 
 def _counting_sort(
-    lengths: np.ndarray, keys_of: Callable[[np.ndarray], np.ndarray], num_keys: int
+    lengths: np.ndarray,
+    key_fn: Callable[[np.ndarray], np.ndarray],
+    num_keys: int,
+    subset: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns examples in a stable sort by key, and the number of examples per key.
 
     Examples with the key -1 are left out. The keys are computed twice, because storing
     them would take 2 bytes per example.
     """
+
+    def keys_of(part: np.ndarray, is_selected: Any) -> np.ndarray:
+        keys = np.full(len(part), _DROPPED, np.int64)
+        if len(selected := part[is_selected]):
+            keys[is_selected] = key_fn(selected)
+        return keys
+
     sizes = np.zeros(num_keys + 1, np.int64)
-    for part in _chunks(lengths):
-        sizes += np.bincount(keys_of(part) + 1, minlength=num_keys + 1)
+    for part, is_selected in _chunks(lengths, subset):
+        keys = keys_of(part, is_selected)
+        sizes += np.bincount(keys + 1, minlength=num_keys + 1)
     # Where the next example of each key goes. Examples with the key -1 come first.
     cursor = np.cumsum(sizes) - sizes
     dtype = np.uint32 if len(lengths) <= 2**32 else np.int64
     examples = np.empty(int(sizes.sum()), dtype)
     # numpy uses a radix sort, which is linear, for integers of up to 16 bits.
     narrow = np.uint16 if num_keys < 2**16 else np.uint32
-    for index, part in enumerate(_chunks(lengths)):
-        keys = (keys_of(part) + 1).astype(narrow)
+    for index, (part, is_selected) in enumerate(_chunks(lengths, subset)):
+        keys = (keys_of(part, is_selected) + 1).astype(narrow)
         order = np.argsort(keys, kind="stable")
         counts = np.bincount(keys, minlength=num_keys + 1)
         shift = cursor - (np.cumsum(counts) - counts)
@@ -109,5 +128,10 @@ def _counting_sort(
     return examples[sizes[0] :], sizes[1:]
 
 
-def _chunks(array: np.ndarray) -> Iterator[np.ndarray]:
-    return (array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK))
+def _chunks(
+    lengths: np.ndarray, subset: np.ndarray | None
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """Yields parts of the lengths, with an index that selects those of the subset."""
+    for start in range(0, len(lengths), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        yield lengths[part], ... if subset is None else subset[part]

@@ -352,10 +352,11 @@ def _offsets(schedule: Schedule, key: str) -> np.ndarray:
       key: the sequence of the tokens, if examples have several.
     """
     plan, lengths = schedule.plan, schedule.columns
-    kept, lengths = plan.assign(lengths) >= 0, plan.truncated(lengths)
+    lengths = plan.truncated(lengths)
     if plan.sequences:
         lengths = lengths[:, plan.sequences.index(key)]
-    return np.concatenate([[0], np.cumsum(np.where(kept, lengths, 0), dtype=np.int64)])
+    kept = np.where(schedule.is_kept, lengths, 0)
+    return np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])
 
 
 def _create_folder(folder: pathlib.Path) -> None:

@@ -94,8 +94,8 @@ def test_a_run_does_not_resume_with_a_different_selection(source):
     [
         ([], "`selected` selects no example"),
         (np.zeros(60, bool), "`selected` selects no example"),
-        (np.ones(9, bool), r"`selected` is bool\[9\], but `source` has 60 examples"),
-        ([0, 60], "`selected` has the index 60, but `source` has 60 .* 0 to 59"),
+        (np.ones(9, bool), r"`selected` is bool\[9\], but there are 60 examples"),
+        ([0, 60], "`selected` has the index 60, but there are 60 .* 0 to 59"),
         ([0, -1], "`selected` has the index -1, but"),
         ([0.5], r"`selected` is float64\[1\]. Pass integers"),
         ([1, 0] * 30, "`selected` has only 0 and 1 for 60 examples. Pass `selected.as"),

@@ -61,6 +61,7 @@ class Report:
         batch.
       dropped_examples: examples left out because they are too long.
       filtered_examples: examples left out because of the plan's `max_ratio`.
+      unselected_examples: examples that are not in the `subset` of the schedule.
       truncated_examples: examples truncated because they are too long.
       truncated_tokens: positions removed from the truncated examples.
       epoch_cost: sum of the costs of the steps.
@@ -98,6 +99,7 @@ class Report:
     epoch_cost: float
     cost_unit: str
     filtered_examples: int = 0
+    unselected_examples: int = 0
     split_examples: int = 0
     chunks: int = 0
     packed_examples: int = 0
@@ -231,6 +233,10 @@ class Report:
             lines.append(
                 f"{self.filtered_examples:,} examples exceed `max_ratio` and are left "
                 "out."
+            )
+        if self.unselected_examples:
+            lines.append(
+                f"{self.unselected_examples:,} examples are not in the subset."
             )
         if self.truncated_examples:
             lines.append(

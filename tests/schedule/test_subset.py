@@ -1,0 +1,185 @@
+"""Schedules over a part of the source."""
+
+import re
+
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.schedule import (
+    ByValue,
+    GroupedByLength,
+    LinearPacing,
+    NoisySorted,
+    RootPacing,
+)
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, 50, 500)
+RARITY = RNG.random(500)
+# The plan does not hold lengths above 40, but these are not in the subset.
+SUBSET = (LENGTHS <= 40) & (RARITY < 0.8)
+PLAN = jb.plan_buckets(
+    LENGTHS[SUBSET], max_tokens=240, num_buckets=3, batch_size_multiple=6
+)
+
+
+def curriculum(kept, **options):
+    metrics = {"length": LENGTHS[kept], "rarity": RARITY[kept]}
+    pacing = {
+        "length": ByValue(LinearPacing(start=0, steps=40), low=10, high=40),
+        "rarity": RootPacing(start=0.2, steps=50),
+    }
+    return jb.Curriculum(metrics, pacing, **options)
+
+
+ORDERS = {
+    **{x: lambda _, x=x: x for x in ("shuffled", "spread", "source")},
+    **{x: lambda _, x=x: x for x in ("ascending", "descending")},
+    "grouped": lambda _: GroupedByLength(40),
+    "noisy": lambda _: NoisySorted(0.2),
+    "one metric": lambda kept: jb.Curriculum(
+        RARITY[kept], RootPacing(start=0.2, steps=50)
+    ),
+    "two metrics": curriculum,
+    "replacement": lambda kept: curriculum(kept, replacement=True),
+}
+OPTIONS = {
+    "plain": {},
+    "dropped": {"remainder": "drop"},
+    "accumulated": {"accumulate": 2, "group": "mixed", "balance": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+# Noise depends on the numbers of examples, which a selection changes.
+@pytest.mark.parametrize("order", sorted(ORDERS.keys() - {"noisy"}))
+def test_a_subset_has_the_batches_of_the_selected_examples(order, options):
+    everything = np.ones(500, bool)
+    order, options = ORDERS[order], OPTIONS[options]
+    schedule = jb.BatchSchedule(
+        PLAN, LENGTHS, order=order(everything), subset=SUBSET, seed=3, **options
+    )
+    indices = np.flatnonzero(SUBSET)
+    alone = jb.BatchSchedule(
+        PLAN, LENGTHS[SUBSET], order=order(SUBSET), seed=3, **options
+    )
+    assert len(schedule) == len(alone)
+    for step in range(2 * len(alone)):
+        pairs = zip(
+            schedule.micro_batches(step), alone.micro_batches(step), strict=True
+        )
+        for batch, expected in pairs:
+            assert batch.bucket == expected.bucket
+            rows = np.where(expected.rows < 0, -1, indices[expected.rows])
+            np.testing.assert_array_equal(batch.rows, rows)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3])
+@pytest.mark.parametrize("order", ["spread", "noisy", "two metrics"])
+def test_the_rows_of_all_hosts_have_each_selected_example_once(order, num_hosts):
+    order = ORDERS[order](np.ones(500, bool))
+    schedule = jb.BatchSchedule(PLAN, LENGTHS, order=order, subset=SUBSET)
+    source = [{"x": np.full(n, i)} for i, n in enumerate(LENGTHS)]
+    served = []
+    for host in range(num_hosts):
+        shard = jb.data.RowShard((host,), num_hosts)
+        dataset = jb.batch_dataset(source, schedule, shard=shard, num_epochs=1)
+        for batch in dataset:
+            filled = batch.segment_ids["x"][:, 0] > 0
+            served += batch.features["x"][filled, 0].tolist()
+    assert sorted(served) == np.flatnonzero(SUBSET).tolist()
+
+
+def test_indices_are_the_same_subset_as_a_mask():
+    indices = np.flatnonzero(SUBSET)
+    schedules = [
+        jb.BatchSchedule(PLAN, LENGTHS, subset=x)
+        for x in (SUBSET, indices, indices[::-1].tolist())
+    ]
+    assert len({x.fingerprint for x in schedules}) == 1
+    fewer = jb.BatchSchedule(PLAN, LENGTHS, subset=indices[1:])
+    assert fewer.fingerprint != schedules[0].fingerprint
+    short = jb.plan_buckets([50], max_tokens=400, batch_size_multiple=6)
+    assert (
+        jb.BatchSchedule(short, LENGTHS, subset=np.ones(500, bool)).fingerprint
+        != jb.BatchSchedule(short, LENGTHS).fingerprint
+    )
+
+
+def test_the_report_counts_the_other_examples():
+    schedule = jb.BatchSchedule(PLAN, LENGTHS, subset=SUBSET)
+    report, plain = schedule.report(), jb.report(PLAN, LENGTHS[SUBSET])
+    assert report.unselected_examples == np.count_nonzero(~SUBSET)
+    assert report.examples == plain.examples == np.count_nonzero(SUBSET)
+    assert report.real_tokens == plain.real_tokens == LENGTHS[SUBSET].sum()
+    number = f"{report.unselected_examples:,} examples are not in the subset."
+    assert number in report.summary and "subset" not in plain.summary
+    np.testing.assert_array_equal(schedule.is_kept, SUBSET)
+
+
+def test_policies_and_ratios_apply_to_the_subset():
+    lengths = {"a": LENGTHS, "b": np.maximum(1, LENGTHS[::-1] // 2)}
+    chosen = {name: x[SUBSET] for name, x in lengths.items()}
+    plan = jb.plan_buckets(
+        chosen,
+        max_tokens=500,
+        num_buckets=3,
+        max_seq_len={"a": 30, "b": 30},
+        overlong={"a": "drop", "b": "truncate"},
+        max_ratio=6.0,
+    )
+    schedule = jb.BatchSchedule(plan, lengths, subset=SUBSET)
+    plain = jb.BatchSchedule(plan, chosen)
+    rows = [x.rows[x.rows >= 0] for x in schedule]
+    within = np.maximum(lengths["a"] / lengths["b"], lengths["b"] / lengths["a"]) <= 6.0
+    expected = SUBSET & within & (lengths["a"] <= 30)
+    assert sorted(np.concatenate(rows)) == np.flatnonzero(expected).tolist()
+    report, other = schedule.report(), plain.report()
+    assert 0 < report.filtered_examples == other.filtered_examples
+    assert 0 < report.dropped_examples == other.dropped_examples
+    np.testing.assert_array_equal(schedule.is_kept, expected)
+
+
+def test_a_run_does_not_resume_with_another_subset():
+    source = [{"x": np.ones(n)} for n in LENGTHS]
+    first = jb.BatchSchedule(PLAN, LENGTHS, subset=SUBSET)
+    position = jb.batch_dataset(source, first).position(3)
+    other = SUBSET.copy()
+    other[np.flatnonzero(SUBSET)[0]] = False
+    changed = jb.batch_dataset(source, jb.BatchSchedule(PLAN, LENGTHS, subset=other))
+    with pytest.raises(ValueError, match="subset"):
+        changed.resume(position)
+
+
+@pytest.mark.parametrize(
+    ("subset", "message"),
+    [
+        ([], "`subset` selects no example. Select at least one."),
+        (np.zeros(500, bool), "`subset` selects no example."),
+        (np.ones(3, bool), "`subset` is bool[3], but there are 500 examples."),
+        ([500], "`subset` has the index 500, but there are 500 examples."),
+        ([-1], "`subset` has the index -1"),
+        ([1.0], "`subset` is float64[1]."),
+        ([4, 4], "`subset` has an index twice."),
+        (np.ones(500, int), "`subset` has only 0 and 1 for 500 examples."),
+        (np.ones(500, bool), "is beyond the last bucket"),
+    ],
+)
+def test_invalid_subsets_are_refused(subset, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.BatchSchedule(PLAN, LENGTHS, subset=subset)
+
+
+def test_lengths_outside_of_the_subset_must_be_lengths():
+    lengths = LENGTHS.copy()
+    lengths[np.flatnonzero(~SUBSET)[0]] = 0
+    with pytest.raises(ValueError, match="a length must be between 1 and"):
+        jb.BatchSchedule(PLAN, lengths, subset=SUBSET)
+
+
+def test_a_subset_of_packed_rows_is_refused():
+    packing = jb.packing.pack(LENGTHS, 64)
+    plan = jb.plan_buckets(packing.row_lengths, max_tokens=640)
+    with pytest.raises(ValueError, match="`subset` and `packing` cannot be combined"):
+        jb.BatchSchedule(plan, LENGTHS, packing=packing, subset=SUBSET)
