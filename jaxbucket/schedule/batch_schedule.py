@@ -150,20 +150,40 @@ class BatchSchedule(Schedule):
     ):
         check_choice("group", group, GROUPS)
         self.plans = (plan,)
-        is_packed = packing is not None
         columns, self.subset = _check_lengths(plan, lengths, subset, packing)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
-        if plan.packed and not is_packed:
-            raise ValueError(
-                "`plan` is for packed rows. Pass the `packing` that was planned with "
-                "it, or use `plan.unpacked` to have one example per row."
-            )
-        self._order = check_order(order, len(self.lengths), is_packed=is_packed)
+        self._order = check_order(
+            order, len(self.lengths), is_packed=packing is not None
+        )
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
+        self.balance = bool(balance)
+        self.remainder: Remainder = remainder
+        if opening is not None and not isinstance(opening, str):
+            opening = list(opening)
+        self.opening: Opening | None = opening
+        self.accumulate = check_accumulate(accumulate)
+        self.group: Group = group
+        self._set_rows(columns)
+        self._opening = (
+            OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
+            if opening
+            else None
+        )
+        self._epochs = self._order.epoch_order(
+            self._rows, total_lengths(self._row_lengths), self.seed, self._opening
+        )
+
+    def _set_rows(self, columns: np.ndarray) -> None:
+        """Assigns the examples, or packed rows, to the rows of batches.
+
+        Args:
+          columns: `[N]` lengths, or `[N, Q]` of several sequences.
+        """
+        plan, packing = self.plan, self.packing
         # `[R]`, or `[R, Q]` with a column for each of several sequences.
         self._row_lengths, self._packed_rows = columns, None
         if packing is not None:
@@ -173,33 +193,18 @@ class BatchSchedule(Schedule):
             self._packed_rows = packed_rows(
                 *(packing, plan, columns, slot_seed), self._order.slot_difficulty()
             )
-        self.balance = bool(balance)
-        self.remainder: Remainder = remainder
-        if opening is not None and not isinstance(opening, str):
-            opening = list(opening)
-        self.opening: Opening | None = opening
-        self.accumulate = check_accumulate(accumulate)
-        self.group: Group = group
         # A step is either one tall batch of a single bucket or several batches.
-        batches_together = self.accumulate if group == "same" else 1
+        batches_together = self.accumulate if self.group == "same" else 1
         self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
-            plan.of_rows if is_packed else plan,
+            plan if packing is None else plan.of_rows,
             self._row_lengths,
-            remainder=remainder,
+            remainder=self.remainder,
             within=self._order.within,
             group=batches_together,
             batches_per_step=self._batches_per_step,
             packed=self._packed_rows,
             subset=self.subset,
-        )
-        self._opening = (
-            OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
-            if opening
-            else None
-        )
-        self._epochs = self._order.epoch_order(
-            self._rows, total_lengths(self._row_lengths), self.seed, self._opening
         )
 
     @property
@@ -420,6 +425,11 @@ def _check_lengths(
     packing: Packing | None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None."""
+    if plan.packed and packing is None:
+        raise ValueError(
+            "`plan` is for packed rows. Pass the `packing` that was planned with it, "
+            "or use `plan.unpacked` to have one example per row."
+        )
     if subset is None:
         return plan.check(lengths), None
     if packing is not None:
