@@ -86,7 +86,7 @@ class Bucket:
 class ComponentBucket(Bucket):
     """A bucket of one component of a mixture.
 
-    It tells it from the same bucket of a component with different features.
+    It is not equal to the same bucket of a component with different features.
 
     Example:
       >>> print(ComponentBucket(8, 512, "audio"))

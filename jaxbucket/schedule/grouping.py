@@ -7,7 +7,7 @@ examples take a few seconds and less than half a gigabyte.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -78,8 +78,9 @@ def _length_ranks(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `[M]` distinct lengths, `[M]` ranks or -1, and the bucket of a rank."""
     distinct = np.empty(0, lengths.dtype)
-    for part, is_selected in _chunks(lengths, subset):
-        distinct = np.union1d(distinct, part[is_selected])
+    for chunk in _chunks(lengths):
+        part = lengths[chunk]
+        distinct = np.union1d(distinct, part if subset is None else part[subset[chunk]])
     bucket = plan.assign(distinct).astype(np.int64)
     sign = -1 if within == "descending" else 1
     order = np.lexsort((sign * distinct.astype(np.int64), bucket))
@@ -101,37 +102,34 @@ def _counting_sort(
     them would take 2 bytes per example.
     """
 
-    def keys_of(part: np.ndarray, is_selected: Any) -> np.ndarray:
-        keys = np.full(len(part), _DROPPED, np.int64)
-        if len(selected := part[is_selected]):
-            keys[is_selected] = key_fn(selected)
+    def keys_of(chunk: slice) -> np.ndarray:
+        if subset is None:
+            return key_fn(lengths[chunk])
+        is_selected = subset[chunk]
+        keys = np.full(len(is_selected), _DROPPED)
+        if is_selected.any():
+            keys[is_selected] = key_fn(lengths[chunk][is_selected])
         return keys
 
     sizes = np.zeros(num_keys + 1, np.int64)
-    for part, is_selected in _chunks(lengths, subset):
-        keys = keys_of(part, is_selected)
-        sizes += np.bincount(keys + 1, minlength=num_keys + 1)
+    for chunk in _chunks(lengths):
+        sizes += np.bincount(keys_of(chunk) + 1, minlength=num_keys + 1)
     # Where the next example of each key goes. Examples with the key -1 come first.
     cursor = np.cumsum(sizes) - sizes
     dtype = np.uint32 if len(lengths) <= 2**32 else np.int64
     examples = np.empty(int(sizes.sum()), dtype)
     # numpy uses a radix sort, which is linear, for integers of up to 16 bits.
     narrow = np.uint16 if num_keys < 2**16 else np.uint32
-    for index, (part, is_selected) in enumerate(_chunks(lengths, subset)):
-        keys = (keys_of(part, is_selected) + 1).astype(narrow)
+    for chunk in _chunks(lengths):
+        keys = (keys_of(chunk) + 1).astype(narrow)
         order = np.argsort(keys, kind="stable")
         counts = np.bincount(keys, minlength=num_keys + 1)
         shift = cursor - (np.cumsum(counts) - counts)
-        places = np.arange(len(part)) + np.repeat(shift, counts)
-        examples[places] = order + index * _CHUNK
+        places = np.arange(len(keys)) + np.repeat(shift, counts)
+        examples[places] = order + chunk.start
         cursor += counts
     return examples[sizes[0] :], sizes[1:]
 
 
-def _chunks(
-    lengths: np.ndarray, subset: np.ndarray | None
-) -> Iterator[tuple[np.ndarray, Any]]:
-    """Yields parts of the lengths, with an index that selects those of the subset."""
-    for start in range(0, len(lengths), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        yield lengths[part], ... if subset is None else subset[part]
+def _chunks(array: np.ndarray) -> Iterator[slice]:
+    return (slice(start, start + _CHUNK) for start in range(0, len(array), _CHUNK))
