@@ -6,12 +6,15 @@ from jaxbucket.schedule import grouping
 from jaxbucket.schedule.grouping import examples_by_bucket
 
 
+@pytest.mark.parametrize("share", [0.05, 0.7, None])
 @pytest.mark.parametrize("within", ["source", "ascending", "descending", "other"])
-def test_examples_by_bucket_agrees_with_lexsort(problem, within, monkeypatch):
+def test_examples_by_bucket_agrees_with_lexsort(problem, within, share, monkeypatch):
     # Small, so that most problems span several chunks.
     monkeypatch.setattr(grouping, "_CHUNK", 37)
     plan, lengths = problem
-    other = np.random.default_rng(0).integers(0, 9, len(lengths)) / 4
+    rng = np.random.default_rng(0)
+    other = rng.integers(0, 9, len(lengths)) / 4
+    subset = None if share is None else rng.random(len(lengths)) < share
     key = {
         "source": np.zeros(len(lengths)),
         "ascending": lengths.astype(float),
@@ -19,10 +22,15 @@ def test_examples_by_bucket_agrees_with_lexsort(problem, within, monkeypatch):
         "other": other,
     }[within]
     bucket = plan.assign(lengths)
+    if subset is not None:
+        subset[-1] = True
+        bucket[~subset] = -1
+        # The plan need not hold the other lengths.
+        lengths = np.where(subset, lengths, 2**31 - 1)
     expected = np.lexsort((np.arange(len(lengths)), key, bucket))
     expected = expected[bucket[expected] >= 0]
     result, counts = examples_by_bucket(
-        plan, lengths, other if within == "other" else within
+        plan, lengths, other if within == "other" else within, subset
     )
     assert result.dtype == np.uint32
     np.testing.assert_array_equal(result, expected)
