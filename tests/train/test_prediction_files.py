@@ -85,6 +85,19 @@ def test_an_interrupted_job_is_resumed(tmp_path, stop_after):
     assert not calls
 
 
+def test_only_the_examples_of_a_subset_have_outputs(tmp_path):
+    source, batches = make_batches(max_seq_len=12, overlong="drop")
+    # Some have lengths that the plan leaves out.
+    subset, lengths = np.arange(130) % 3 > 0, np.array(lengths_of())
+    schedule = jb.BatchSchedule(batches.schedule.plan, lengths, subset=subset)
+    loader = jb.MeshLoader(source, schedule, batches.mesh)
+    outputs = list(write(tmp_path, loader))
+    is_kept = subset & (lengths <= 12)
+    assert [x is not None for x in outputs] == is_kept.tolist()
+    kept = np.flatnonzero(is_kept)
+    assert_right([outputs[i] for i in kept], [source[i] for i in kept])
+
+
 def test_dropped_examples_have_no_outputs(tmp_path):
     source, batches = make_batches(max_seq_len=12, overlong="drop")
     outputs = write(tmp_path, batches)
