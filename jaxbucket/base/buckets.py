@@ -100,16 +100,7 @@ class BucketPlan:
             self._set("max_ratio", checked_ratio(self.max_ratio, self.sequences))
         if not isinstance(self.packed, bool):
             raise ValueError(f"`packed={self.packed!r}` is not True or False.")
-        if not isinstance(self.cost_unit, str):
-            raise ValueError(
-                f"`cost_unit={self.cost_unit!r}` is not a string. Pass the name of a "
-                "unit, such as 's'."
-            )
-        if self.step_costs is None and self.cost_unit != "tokens":
-            raise ValueError(
-                f"`cost_unit={self.cost_unit!r}` requires `step_costs`. Pass both, or "
-                "remove `cost_unit`."
-            )
+        plan_checks.check_cost_unit(self)
         if self.step_costs is not None:
             costs = check_costs("step_costs", self.step_costs, len(self.buckets))
             self._set("step_costs", tuple(costs.tolist()))

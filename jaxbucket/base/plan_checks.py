@@ -1,4 +1,4 @@
-"""Checks the buckets and the policies of a plan."""
+"""Checks the fields of a plan."""
 
 from __future__ import annotations
 
@@ -119,3 +119,17 @@ def check_overlong(plan: BucketPlan) -> None:
                 f"sequences, {plan.max_seq_lens}, but it has {last}. Add such a "
                 "bucket, or choose 'error' or 'drop'."
             )
+
+
+def check_cost_unit(plan: BucketPlan) -> None:
+    """Raises a ValueError if the unit is not a name, or there are no costs in it."""
+    if not isinstance(plan.cost_unit, str):
+        raise ValueError(
+            f"`cost_unit={plan.cost_unit!r}` is not a string. Pass the name of a unit, "
+            "such as 's'."
+        )
+    if plan.step_costs is None and plan.cost_unit != "tokens":
+        raise ValueError(
+            f"`cost_unit={plan.cost_unit!r}` requires `step_costs`. Pass both, or "
+            "remove `cost_unit`."
+        )
