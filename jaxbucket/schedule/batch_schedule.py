@@ -112,6 +112,7 @@ class BatchSchedule(Schedule):
       subset: `[N]` bool, the examples that take part, or their indices; None for all.
         The other lengths may be longer than the plan allows. With a `Curriculum`, its
         difficulties are those of all N examples, and shares are those of the subset.
+        A `packing` is that of the lengths of the subset.
       group: "same" if all micro-batches of a step share a bucket, as pipeline
         parallelism requires, or "mixed" if a step takes consecutive batches of the
         order. With "same", the micro-batches of a step are filled together, and the
@@ -129,8 +130,8 @@ class BatchSchedule(Schedule):
         `remainder` or `group` is unknown; if the first epoch does not have the batches
         of `opening`; if `seed` is out of range; if `packing` is for different lengths,
         does not fit the plan, is combined with a `Curriculum` with replacement, or is
-        missing for a plan for packed rows; if `subset` selects no example, is not
-        `[N]` bool or different indices, or is combined with `packing`.
+        missing for a plan for packed rows; if `subset` selects no example, or is not
+        `[N]` bool or different indices.
     """
 
     def __init__(
@@ -150,7 +151,12 @@ class BatchSchedule(Schedule):
     ):
         check_choice("group", group, GROUPS)
         self.plans = (plan,)
-        columns, self.subset = _check_lengths(plan, lengths, subset, packing)
+        if plan.packed and packing is None:
+            raise ValueError(
+                "`plan` is for packed rows. Pass the `packing` that was planned with "
+                "it, or use `plan.unpacked` to have one example per row."
+            )
+        columns, self.subset = _check_lengths(plan, lengths, subset)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -190,8 +196,10 @@ class BatchSchedule(Schedule):
             self._row_lengths = row_lengths(packing, plan)
             self.max_segments = packing.max_segments
             slot_seed = self.seed if self._order.is_redrawn else None
+            is_kept = None if (kept := self.is_kept).all() else kept
+            difficulty = self._order.slot_difficulty(is_kept)
             self._packed_rows = packed_rows(
-                *(packing, plan, columns, slot_seed), self._order.slot_difficulty()
+                packing, plan, columns, is_kept, slot_seed, difficulty
             )
         # A step is either one tall batch of a single bucket or several batches.
         batches_together = self.accumulate if self.group == "same" else 1
@@ -204,7 +212,7 @@ class BatchSchedule(Schedule):
             group=batches_together,
             batches_per_step=self._batches_per_step,
             packed=self._packed_rows,
-            subset=self.subset,
+            subset=self.subset if packing is None else None,
         )
 
     @property
@@ -305,10 +313,11 @@ class BatchSchedule(Schedule):
                 "A report requires that an epoch has every example once. This does not "
                 "hold with `replacement=True`. Count the batches of the schedule."
             )
-        lengths, others = self._row_lengths, 0
+        lengths, columns, others = self._row_lengths, self.columns, 0
         if self.subset is not None:
             others = int(np.count_nonzero(~self.subset))
-            lengths = lengths[self.subset]
+            columns = columns[self.subset]
+            lengths = columns if self.packing is None else lengths
         epoch = report(
             self._rows.plan,
             lengths,
@@ -323,7 +332,7 @@ class BatchSchedule(Schedule):
             packed = round(share * self.packing.num_examples)
             if rows is not None:
                 packed = int(self.packing.row_segments[rows].sum())
-            changes = changed_examples(self.plan, self.columns)
+            changes = changed_examples(self.plan, columns)
             epoch = dataclasses.replace(epoch, packed_examples=packed, **changes)
         if rows is None:
             return epoch
@@ -419,25 +428,11 @@ class BatchSchedule(Schedule):
 
 
 def _check_lengths(
-    plan: BucketPlan,
-    lengths: Lengths,
-    subset: ArrayLike | None,
-    packing: Packing | None,
+    plan: BucketPlan, lengths: Lengths, subset: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None."""
-    if plan.packed and packing is None:
-        raise ValueError(
-            "`plan` is for packed rows. Pass the `packing` that was planned with it, "
-            "or use `plan.unpacked` to have one example per row."
-        )
     if subset is None:
         return plan.check(lengths), None
-    if packing is not None:
-        raise ValueError(
-            "`subset` and `packing` cannot be combined, because rows hold examples "
-            "inside and outside of the subset. Pack the lengths of the subset, and "
-            "select its examples with `jb.data.select`."
-        )
     columns = any_lengths(lengths, plan.sequences)
     indices = selected_indices("subset", subset, len(columns))
     is_selected = np.zeros(len(columns), bool)
@@ -447,8 +442,9 @@ def _check_lengths(
             "`subset` has an index twice. Pass different ones, because an epoch has "
             "each example once."
         )
-    # The plan has to hold only these.
-    plan.check(columns[is_selected])
+    # The plan has to hold only these. Every plan holds a length of 1.
+    mask = is_selected if columns.ndim == 1 else is_selected[:, None]
+    plan.check(np.where(mask, columns, np.ones_like(columns, shape=())))
     return columns, is_selected
 
 

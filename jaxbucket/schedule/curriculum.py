@@ -86,7 +86,8 @@ class Curriculum(Order):
     Raises:
       ValueError: if `difficulty` is empty, not `[N]` or not finite; if `pacing` is not
         callable, has an unknown unit, or does not have the names of `difficulty`; or if
-        it is a `ByValue` for an index with `sorted_by="process"`.
+        it is a `ByValue` that opens no example, or for an index with
+        `sorted_by="process"`.
     """
 
     def __init__(
@@ -134,10 +135,10 @@ class Curriculum(Order):
                 "`replacement=False`, or remove one of the two."
             )
 
-    def slot_difficulty(self) -> np.ndarray:
+    def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
         if len(self._metrics) == 1:
             return self._metrics[0].values
-        return np.maximum.reduce([metric.ranks(None)[0] for metric in self._metrics])
+        return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])
 
     def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
         if self.replacement and opening is not None:

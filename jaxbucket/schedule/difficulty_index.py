@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import json
+import numbers
 import os
 import pathlib
 from typing import Literal, TypeAlias, get_args
@@ -106,25 +107,25 @@ class DifficultyIndex:
     def between(self, low: float, high: float) -> np.ndarray:
         """Returns the examples with `low <= difficulty < high`, `[n]`, in order.
 
+        If difficulties are float32, the bounds are rounded to float32, too.
+
         Args:
           low: the smallest difficulty to include.
           high: the smallest difficulty to exclude.
 
         Raises:
-          ValueError: if `sorted_by` is not "all", or a bound is NaN.
+          ValueError: if `sorted_by` is not "all", or a bound is not a number.
         """
-        if low != low or high != high:
-            raise ValueError(
-                f"`low={low}` and `high={high}` must not be NaN. Pass numbers."
-            )
+        for name, value in (("low", low), ("high", high)):
+            if not isinstance(value, numbers.Real) or value != value:
+                raise ValueError(f"`{name}={value!r}` is not a number. Pass one.")
         if self.sorted_by != "all":
             raise ValueError(
                 "`between` requires an index with `sorted_by='all'`, and this one has "
                 "`sorted_by='process'`. Use `percentiles`, or write a new index."
             )
-        # Python numbers compare exactly.
-        ends = (np.asarray(x).item() for x in (low, high))
-        first, last = (self._count_below(x) for x in ends)
+        dtype = self.difficulty.dtype
+        first, last = (self._count_below(as_stored(x, dtype)) for x in (low, high))
         return self.examples[first : max(first, last)]
 
     def _count_below(self, value: float) -> int:
@@ -138,6 +139,23 @@ class DifficultyIndex:
         ranks = np.empty_like(self.examples)
         ranks[self.examples] = np.arange(len(self), dtype=ranks.dtype)
         return ranks
+
+    def sorted_difficulty(self) -> np.ndarray:
+        """Returns the difficulties from easiest to hardest, `[N]`.
+
+        Raises:
+          ValueError: if the files of the index do not belong together.
+        """
+        examples, path = self.examples, self._folder / EXAMPLES
+        if examples.min() < 0 or examples.max() >= len(self):
+            raise ValueError(
+                f"{path} has examples from {examples.min()} to {examples.max()}, but "
+                f"the index has {len(self)}. {_REMEDY}"
+            )
+        difficulty = self.difficulty[examples]
+        if self.sorted_by == "all" and np.any(difficulty[1:] < difficulty[:-1]):
+            raise ValueError(f"{path} is not sorted. {_REMEDY}")
+        return difficulty
 
     def check(self) -> None:
         """Reads the whole index and verifies it.
@@ -158,14 +176,25 @@ class DifficultyIndex:
                 f"{self._folder / DIFFICULTY} has changed since it was written. "
                 f"{_REMEDY}"
             )
-        keys, examples = self.difficulty[self.examples], self.examples
-        falls = keys[1:] < keys[:-1]
-        falls |= (keys[1:] == keys[:-1]) & (examples[1:] < examples[:-1])
+        keys, examples = self.sorted_difficulty(), self.examples
+        falls = (keys[1:] == keys[:-1]) & (examples[1:] < examples[:-1])
         if self.sorted_by == "all" and falls.any():
             raise ValueError(f"{self._folder / EXAMPLES} is not sorted. {_REMEDY}")
 
 
 _REMEDY = "Delete the folder and write the index again."
+
+
+def as_stored(value: float, dtype: np.dtype) -> float:
+    """Returns a bound as a Python number, rounded as difficulties of a dtype are.
+
+    Otherwise a difficulty of 0.3 that is stored in float32 would exceed a bound of 0.3.
+    Python numbers compare exactly with integers, too.
+    """
+    if dtype.kind != "f":
+        return np.asarray(value).item()
+    with np.errstate(over="ignore"):
+        return dtype.type(value).item()
 
 
 def index_dtype(size: int) -> np.dtype:

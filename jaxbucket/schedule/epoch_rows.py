@@ -153,7 +153,9 @@ class EpochRows:
         return bucket, np.arange(first, last)
 
     def is_kept(self) -> np.ndarray | None:
-        """Returns whether the plan keeps each example, `[N]` bool; None if it does."""
+        """Returns whether each example takes part, `[N]` bool; None if all do."""
+        if self._packed is not None:
+            return self._packed.is_kept
         if len(self._examples) == self._num_examples:
             return None
         is_kept = np.zeros(self._num_examples, bool)

@@ -31,7 +31,8 @@ class Metric:
 
     Raises:
       ValueError: if the difficulties are empty, not `[N]` or not finite, `pacing` is
-        not callable, or it is by value and the index has no global order.
+        not callable, or it is by value and opens no example, or the index has no
+        global order.
     """
 
     def __init__(
@@ -48,6 +49,12 @@ class Metric:
                 "`sorted_by='process'`, which defines no values. Write the index with "
                 "`sorted_by='all'`, or pace by a share."
             )
+        if isinstance(pacing, ByValue) and pacing.high < (least := self.values.min()):
+            raise ValueError(
+                f"`pacing` of `{name}` opens no example at any time, because "
+                f"`high={pacing.high}` is below the smallest difficulty, {least}. "
+                "Raise `high`."
+            )
 
     @property
     def _is_sorted_by_all(self) -> bool:
@@ -61,8 +68,8 @@ class Metric:
 
     def sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
         """Returns the sorted difficulties of the kept examples, all if None."""
-        if (order := self._known_order(is_kept)) is not None:
-            return self.values[order]
+        if (known := self._known_order(is_kept)) is not None:
+            return known[1]
         return np.sort(self.values if is_kept is None else self.values[is_kept])
 
     def ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -79,11 +86,12 @@ class Metric:
         return self._ranks(None)
 
     def _ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        order = self._known_order(is_kept)
-        if order is None:
+        known = self._known_order(is_kept)
+        if known is None:
             order = np.argsort(self.values)
             order = order if is_kept is None else order[is_kept[order]]
-        values = self.values[order]
+            known = order, self.values[order]
+        order, values = known
         is_last = np.append(values[1:] != values[:-1], True)
         ends = np.flatnonzero(is_last) + 1
         dtype = np.uint32 if len(self.values) < 2**32 else np.int64
@@ -91,12 +99,17 @@ class Metric:
         ranks[order] = np.repeat(ends.astype(dtype), np.diff(ends, prepend=0))
         return ranks, values
 
-    def _known_order(self, is_kept: np.ndarray | None) -> np.ndarray | None:
-        """Returns the kept examples in the order that an index holds already."""
+    def _known_order(
+        self, is_kept: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns the kept examples in the order of an index, and their values."""
         if self._index is None or not self._is_sorted_by_all:
             return None
-        examples = self._index.examples
-        return examples if is_kept is None else examples[is_kept[examples]]
+        examples, values = self._index.examples, self._index.sorted_difficulty()
+        if is_kept is None:
+            return examples, values
+        is_kept = is_kept[examples]
+        return examples[is_kept], values[is_kept]
 
 
 def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:

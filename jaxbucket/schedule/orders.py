@@ -97,10 +97,13 @@ class Order(abc.ABC):
           is_packed: whether rows hold several examples.
         """
 
-    def slot_difficulty(self) -> np.ndarray | None:
+    def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray | None:
         """Returns `[N]` difficulties if easy examples share packed rows, else None.
 
         This requires `is_redrawn`.
+
+        Args:
+          is_kept: `[N]` bool, whether each example takes part; None if all do.
         """
         return None
 

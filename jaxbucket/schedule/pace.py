@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 
+from jaxbucket.schedule.difficulty_index import as_stored
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.pacing import (
     SHARE_TOLERANCE,
@@ -45,8 +46,7 @@ class Pace:
         """Returns the number of open examples at one batch, including all ties."""
         progress = self._rows.progress(self._unit, epoch, position)
         if isinstance(self._pacing, ByValue):
-            # Python numbers compare exactly.
-            value = self._pacing(progress)
+            value = as_stored(self._pacing(progress), self.values.dtype)
             return bisect.bisect_right(self.values, value, key=np.generic.item)
         hardest = self.values[self._least(progress) - 1]
         return int(np.searchsorted(self.values, hardest, side="right"))

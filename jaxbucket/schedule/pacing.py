@@ -14,7 +14,8 @@ import bisect
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
 
 Pacing: TypeAlias = Callable[[float], float]
@@ -165,7 +166,7 @@ class StepPacing(_Timed):
     epochs: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "shares", tuple(self.shares))
+        object.__setattr__(self, "shares", _numbers("shares", self.shares))
         for share in self.shares:
             _check_share("shares", share)
         self._check_one_unit()
@@ -174,7 +175,7 @@ class StepPacing(_Timed):
                 "`StepPacing` has no times at which the share changes. Pass `epochs`, "
                 "`steps` or `tokens`."
             )
-        times = tuple(self.duration)
+        times = _numbers(self.unit, self.duration)
         object.__setattr__(self, self.unit, times)
         if len(self.shares) != len(times) + 1:
             raise ValueError(
@@ -183,8 +184,10 @@ class StepPacing(_Timed):
                 "for the start."
             )
         pairs = zip(times, times[1:], strict=False)
-        if not all(a < b for a, b in pairs) or not all(x > 0 for x in times):
-            raise ValueError(f"`{self.unit}={times}` must be positive and ascending.")
+        if not all(a < b for a, b in pairs) or not all(0 < x < math.inf for x in times):
+            raise ValueError(
+                f"`{self.unit}={times}` must be positive, finite and ascending."
+            )
 
     def __call__(self, progress: float) -> float:
         return self.shares[bisect.bisect_right(self.duration, progress)]
@@ -239,7 +242,7 @@ class ByValue:
     The value runs from `low` to `high` as the share of `pacing` runs from 0 to 1, and
     is rounded down to a multiple of `multiple`. Examples beyond it are not open, even
     at the end: without replacement they come last in every epoch, and with replacement
-    never.
+    never. If difficulties are float32, the value is rounded to float32, too.
 
     Example:
       >>> value = ByValue(LinearPacing(start=0, steps=100), 8, 128, multiple=8)
@@ -264,6 +267,8 @@ class ByValue:
 
     def __post_init__(self):
         check_share_pacing(self.pacing)
+        for name in ("low", "high"):
+            _check_number(name, getattr(self, name))
         if not -math.inf < self.low <= self.high < math.inf:
             raise ValueError(
                 f"`low={self.low!r}` and `high={self.high!r}` must be finite, and "
@@ -285,7 +290,10 @@ class ByValue:
             value = self.low + (self.high - self.low) * share
         if self.multiple is None:
             return value
-        return value // self.multiple * self.multiple
+        # As decimals, because 1.0 // 0.1 is 9.
+        multiple = _decimal(self.multiple)
+        whole = _decimal(value) // multiple * multiple
+        return whole.numerator if whole.denominator == 1 else float(whole)
 
 
 def check_pacing(pacing: Pacing) -> None:
@@ -341,11 +349,36 @@ def _check_duration(pacing: Any) -> None:
     _check_positive(pacing.unit, pacing.duration)
 
 
+def _decimal(value: float) -> Fraction:
+    """Returns the decimal that a number is printed as."""
+    return Fraction(str(value))
+
+
+def _numbers(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise ValueError(
+            f"`{name}={values!r}` is not a sequence. Pass several numbers, such as "
+            f"`({values!r},)`."
+        )
+    values = tuple(values)
+    for value in values:
+        _check_number(name, value)
+    return values
+
+
+def _check_number(name: str, value: Any) -> None:
+    # `numbers.Real` also covers the scalars of numpy, and bools.
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ValueError(f"`{name}={value!r}` is not a number. Pass a float or an int.")
+
+
 def _check_share(name: str, share: float) -> None:
+    _check_number(name, share)
     if not 0 <= share <= 1:
         raise ValueError(f"`{name}={share!r}` must be a share from 0 to 1.")
 
 
 def _check_positive(name: str, value: float) -> None:
+    _check_number(name, value)
     if not 0 < value < math.inf:
         raise ValueError(f"`{name}={value!r}` must be positive and finite.")

@@ -41,13 +41,16 @@ class PackedRows:
 
     Args:
       packing: the packing of these lengths.
-      lengths: `[N]` integers, one per example.
-      parts: sequence name -> `[N]` lengths; None unless examples have several
+      lengths: `[n]` integers, one per packed example.
+      parts: sequence name -> `[n]` lengths; None unless examples have several
         sequences.
-      examples: `[N]` integers, the index of each example in the source; None for 0 to
-        N - 1.
+      is_kept: `[N]` bool, whether each example of the source is packed; None if all
+        are.
       seed: the seed of the permutations; None for source order in every epoch.
       difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
+
+    Attributes:
+      is_kept: as above.
 
     Raises:
       ValueError: if `packing` was created for different lengths.
@@ -58,10 +61,11 @@ class PackedRows:
         packing: Packing,
         lengths: np.ndarray,
         parts: Mapping[str, np.ndarray] | None,
-        examples: np.ndarray | None,
+        is_kept: np.ndarray | None,
         seed: int | None,
         difficulty: np.ndarray | None = None,
     ):
+        self.is_kept = is_kept
         self._packing = packing
         self._seed = seed
         slot_lengths = packing.slot_lengths
@@ -77,8 +81,8 @@ class PackedRows:
         self._examples = _by_length(lengths)
         slots = _by_length(slot_lengths)
         ordered = lengths[self._examples]
-        if examples is not None:
-            self._examples = examples[self._examples]
+        if is_kept is not None:
+            self._examples = np.flatnonzero(is_kept)[self._examples]
         self._check_same(ordered, slot_lengths[slots])
         # Every length has as many slots as examples, so sorted slots match examples.
         self._places = np.empty(len(slots), slots.dtype)
@@ -90,7 +94,7 @@ class PackedRows:
         if difficulty is not None:
             assert seed is not None
             self._by_difficulty = _SlotsByDifficulty(
-                packing, lengths, slot_lengths, difficulty, seed
+                packing, self._examples, ordered, slot_lengths, difficulty, seed
             )
 
     def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
@@ -98,9 +102,10 @@ class PackedRows:
             raise ValueError(
                 f"`packing` was created for {len(packed)} examples with "
                 f"{self._packing.slot_lengths.sum()} tokens, which are not the "
-                f"{len(lengths)} examples of `lengths` that the plan keeps. The data "
-                "changed since it was packed, or the plan has a different `overlong`: "
-                "pack these lengths, with `overlong` and `max_ratio` of the plan."
+                f"{len(lengths)} examples of `lengths` that take part. The data, the "
+                "`subset` or the plan's `overlong` are not those of the packing: pack "
+                "the lengths of the subset, with `overlong` and `max_ratio` of the "
+                "plan."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -160,15 +165,17 @@ class _SlotsByDifficulty:
 
     Args:
       packing: the packing.
-      lengths: `[N]` integers, the lengths of the examples.
-      slot_lengths: `[N]` integers, the lengths of the slots.
-      difficulty: `[N]` numbers.
+      examples: `[n]` integers, the packed examples by length.
+      lengths: `[n]` integers, their lengths.
+      slot_lengths: `[n]` integers, the lengths of the slots.
+      difficulty: `[N]` numbers, one per example of the source.
       seed: the seed of all random choices.
     """
 
     def __init__(
         self,
         packing: Packing,
+        examples: np.ndarray,
         lengths: np.ndarray,
         slot_lengths: np.ndarray,
         difficulty: np.ndarray,
@@ -177,10 +184,11 @@ class _SlotsByDifficulty:
         self._packing = packing
         self._slot_lengths = slot_lengths
         self._seed = seed
-        order = np.argsort(difficulty, kind="stable")
+        order = np.argsort(difficulty[examples], kind="stable")
         order = order[_by_length(lengths[order])]
-        self._sorted = order.astype(np.uint32 if len(order) < 1 << 32 else np.int64)
-        self._lengths, difficulty = lengths[order], difficulty[order]
+        dtype = np.uint32 if len(difficulty) < 1 << 32 else np.int64
+        self._sorted = examples[order].astype(dtype)
+        self._lengths, difficulty = lengths[order], difficulty[self._sorted]
         is_first = np.append(True, np.diff(self._lengths) != 0)
         _, sizes = _groups(is_first)
         is_first[1:] |= difficulty[1:] != difficulty[:-1]
@@ -190,7 +198,7 @@ class _SlotsByDifficulty:
         self._epochs: dict[int, np.ndarray] = {}
 
     def examples(self, epoch: int) -> np.ndarray:
-        """Returns the example in each slot, `[N]` integers."""
+        """Returns the example in each slot, `[n]` integers."""
         return recent(self._epochs, epoch, lambda: self._assign(epoch))
 
     def _assign(self, epoch: int) -> np.ndarray:
@@ -229,35 +237,28 @@ def packed_rows(
     packing: Packing,
     plan: BucketPlan,
     lengths: np.ndarray,
+    is_kept: np.ndarray | None,
     seed: int | None,
     difficulty: np.ndarray | None,
 ) -> PackedRows:
-    """Returns the packed rows of the examples that a plan keeps.
+    """Returns the packed rows of the examples that a schedule keeps.
 
     Args:
       packing: the packing of these examples.
       plan: the shapes, and the policy for overlong examples.
-      lengths: `[N]` or `[N, Q]` integers that the plan accepts.
+      lengths: `[N]` or `[N, Q]` integers.
+      is_kept: `[N]` bool, whether each example takes part; None if all do.
       seed: the seed of the permutations; None for source order in every epoch.
       difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
 
     Raises:
-      ValueError: if `packing` was created for different lengths, or the plan leaves out
-        examples that have a difficulty.
+      ValueError: if `packing` was created for different lengths.
     """
-    is_kept = plan.assign(lengths) >= 0
-    examples = None if is_kept.all() else np.flatnonzero(is_kept)
-    if examples is not None and difficulty is not None:
-        raise ValueError(
-            f"The plan leaves out {len(lengths) - len(examples)} examples, but a "
-            "`Curriculum` of packed rows requires all of them. Leave them out of the "
-            "source, or choose `overlong='truncate'`."
-        )
-    kept = plan.truncated(lengths if examples is None else lengths[examples])
+    kept = plan.truncated(lengths if is_kept is None else lengths[is_kept])
     parts = None
     if plan.sequences:
         parts = dict(zip(plan.sequences, kept.T, strict=True))
-    return PackedRows(packing, total_lengths(kept), parts, examples, seed, difficulty)
+    return PackedRows(packing, total_lengths(kept), parts, is_kept, seed, difficulty)
 
 
 def _kinds(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Protocol
@@ -49,6 +51,7 @@ class Turns:
       shares: `[n]` numbers, not negative, of which at least one is positive. They are
         rounded to multiples of 2**-16 of their sum if an exact period would be longer
         than 2**16 turns.
+      num_turns: the number of turns that are needed; None for an endless sequence.
 
     Attributes:
       parts: `[n]` int64, the turns of each member in a period.
@@ -58,16 +61,18 @@ class Turns:
       ValueError: if rounding changes a share by more than 5%.
     """
 
-    def __init__(self, shares: Sequence[Fraction]):
+    def __init__(self, shares: Sequence[Fraction], num_turns: int | None = None):
         self.parts = _parts(shares)
         self.period = int(self.parts.sum())
+        needed = self.period if num_turns is None else min(self.period, num_turns)
         taking = np.flatnonzero(self.parts)
-        members = taking[_assign_turns(self.parts[taking])]
+        members = taking[_assign_turns(self.parts[taking].tolist(), needed)]
         self._members = members.astype(np.uint16)
         # A stable sort keeps the turns of each member in order.
         turns = np.argsort(members, kind="stable")
-        self._turns_by_member = np.split(turns, np.cumsum(self.parts)[:-1])
-        self._turns_before = np.empty(self.period, np.int64)
+        counts = np.bincount(members, minlength=len(self.parts))
+        self._turns_by_member = np.split(turns, np.cumsum(counts)[:-1])
+        self._turns_before = np.empty(needed, np.int64)
         for member_turns in self._turns_by_member:
             self._turns_before[member_turns] = np.arange(len(member_turns))
 
@@ -118,10 +123,11 @@ class ChangingTurns:
 
     def __init__(self, starts: Sequence[int], shares: Sequence[Sequence[Fraction]]):
         self._starts = list(starts)
-        self._turns = [Turns(period) for period in shares]
+        lengths = [b - a for a, b in itertools.pairwise(starts)]
+        self._turns = list(map(Turns, shares, [*lengths, None]))
         # The number of turns of each member before each period.
         self._before = [[0] * len(shares[0])]
-        for length, turns in zip(np.diff(starts).tolist(), self._turns, strict=False):
+        for length, turns in zip(lengths, self._turns, strict=False):
             before = [
                 number + turns.before(member, length)
                 for member, number in enumerate(self._before[-1])
@@ -136,8 +142,13 @@ class ChangingTurns:
 
     def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the same as `at` for each of `[n]` turns."""
-        pairs = np.array([self.at(turn) for turn in turns.tolist()], np.int64)
-        members, numbers = pairs.reshape(-1, 2).T
+        index = np.searchsorted(self._starts, turns, side="right") - 1
+        members, numbers = np.empty_like(turns), np.empty_like(turns)
+        for period in np.unique(index).tolist():
+            here = index == period
+            local = self._turns[period].at_each(turns[here] - self._starts[period])
+            members[here] = local[0]
+            numbers[here] = local[1] + np.array(self._before[period])[local[0]]
         return members, numbers
 
     def until(self, member: int, count: int) -> int | None:
@@ -173,17 +184,30 @@ def _parts(shares: Sequence[Fraction]) -> np.ndarray:
     return np.array([round(share) for share in exact])
 
 
-def _assign_turns(parts: np.ndarray) -> np.ndarray:
-    """Returns the member of each turn of one period, by Tijdeman's algorithm."""
-    period, scale = int(parts.sum()), max(2 * len(parts) - 2, 1)
-    members = np.zeros(period, np.int64)
-    # How much each member has had too little so far, in units of 1 / period turns.
-    deficit = np.zeros(len(parts), np.int64)
-    for turn in range(period):
-        deficit += parts
+def _assign_turns(parts: list[int], num_turns: int) -> np.ndarray:
+    """Returns the member of each of the first turns, by Tijdeman's algorithm.
+
+    Args:
+      parts: the turns of each member in a period, positive.
+      num_turns: the number of turns, at most a period.
+    """
+    period, scale = sum(parts), max(2 * len(parts) - 2, 1)
+    last = (scale - 1) * period
+    chosen = []
+    # How much each member has had too little so far, in units of
+    # 1 / (period * scale) turns.
+    deficit = [0] * len(parts)
+    gains = [scale * part for part in parts]
+    for _ in range(num_turns):
+        deficit = list(map(operator.add, deficit, gains))
         # Among the members with a large enough deficit, the one with the earliest
         # deadline takes the turn.
-        deadline = ((scale - 1) * period - scale * deficit) / parts
-        members[turn] = np.argmin(np.where(scale * deficit >= period, deadline, np.inf))
-        deficit[members[turn]] -= period
-    return members
+        first, member = math.inf, -1
+        for index, missing in enumerate(deficit):
+            if missing >= period:
+                deadline = (last - missing) / parts[index]
+                if deadline < first:
+                    first, member = deadline, index
+        deficit[member] -= scale * period
+        chosen.append(member)
+    return np.array(chosen, np.int64)

@@ -100,15 +100,17 @@ def test_each_sequence_of_packed_rows_follows_its_policy(zipped, tmp_path):
     assert choice.report.dropped_examples == report.dropped_examples
 
 
-def test_a_curriculum_of_packed_rows_requires_all_examples():
+def test_a_curriculum_of_packed_rows_leaves_out_dropped_examples():
     lengths = np.array([3, 9, 5, 4])
     packing = jb.packing.pack(lengths, 8, overlong="drop")
     plan = jb.plan_buckets(
         packing.row_lengths, max_tokens=8, boundaries=(8,), overlong="drop"
     )
-    with pytest.raises(ValueError, match="The plan leaves out 1 examples, but a `Cur"):
-        jb.BatchSchedule(plan, lengths, packing=packing, order=jb.Curriculum(lengths))
-    with pytest.raises(ValueError, match="`lengths` that the plan keeps. The data"):
+    order = jb.Curriculum(lengths, jb.schedule.LinearPacing(start=1 / 3, epochs=9))
+    schedule = jb.BatchSchedule(plan, lengths, packing=packing, order=order)
+    # A third of the kept examples is open: the row of the easiest one comes first.
+    assert [sorted(x.rows[x.rows >= 0]) for x in schedule] == [[3], [0, 2]]
+    with pytest.raises(ValueError, match="`lengths` that take part. The data"):
         other = jb.packing.pack(lengths, 8, overlong="truncate")
         jb.BatchSchedule(plan, lengths, packing=other)
     with pytest.raises(ValueError, match="leave out every example. Raise `max_seq_len"):

@@ -362,7 +362,7 @@ def test_incompatible_packings_are_refused():
     plan = jb.plan_buckets([8], max_tokens=16)
     with pytest.raises(ValueError, match="created for 4 examples with 14 tokens"):
         jb.BatchSchedule(plan, lengths[:3], packing=packing)
-    with pytest.raises(ValueError, match="that the plan keeps. The data changed"):
+    with pytest.raises(ValueError, match="that take part. The data, the `subset`"):
         jb.BatchSchedule(plan, [3, 5, 3, 3], packing=packing)
     with pytest.raises(ValueError, match="`packing` is a list, not a `Packing`"):
         jb.BatchSchedule(plan, lengths, packing=[[0, 1]])  # pyright: ignore

@@ -16,7 +16,13 @@ from jaxbucket import (
     batch_dataset,
     plan_buckets,
 )
-from jaxbucket.schedule import CyclicPacing, LinearPacing, RootPacing, StepPacing
+from jaxbucket.schedule import (
+    ByValue,
+    CyclicPacing,
+    LinearPacing,
+    RootPacing,
+    StepPacing,
+)
 
 PACINGS = {
     "linear": LinearPacing(start=0.05, epochs=0.8),
@@ -337,7 +343,17 @@ def test_an_invalid_share_is_refused(share, replacement):
             lambda: StepPacing((0, 0.5, 1), (2, 1)),
             r"`epochs=\(2, 1\)` must be positive",
         ),
-        (lambda: StepPacing((0.5, 1), (math.nan,)), "must be positive and ascending"),
+        (lambda: StepPacing((0.5, 1), (math.nan,)), "must be positive, finite and"),
+        (lambda: StepPacing((0.5, 1), (math.inf,)), "must be positive, finite and"),
+        (lambda: StepPacing((0.5, 1), 5), "`epochs=5` is not a sequence. Pass several"),
+        (lambda: StepPacing(0.5, (1,)), "`shares=0.5` is not a sequence"),
+        (lambda: LinearPacing(start="0"), "`start='0'` is not a number. Pass a float"),
+        (lambda: LinearPacing(steps=True), "`steps=True` is not a number"),
+        (lambda: ByValue(LinearPacing(), "1", 2), "`low='1'` is not a number"),
+        (
+            lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 2)),
+            "opens no example at any time, because `high=2` is below the smallest .* 3",
+        ),
         (lambda: CyclicPacing(LinearPacing(), every=0), "`every=0` must be positive"),
         (lambda: CyclicPacing(0.5), "`pacing=0.5` is not a function"),  # pyright: ignore
         (lambda: Curriculum([1], 0.5), "`pacing=0.5` is not a function"),  # pyright: ignore

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
-from jaxbucket.schedule import CyclicPacing, LinearPacing, RootPacing, StepPacing
+from jaxbucket.schedule import (
+    ByValue,
+    CyclicPacing,
+    LinearPacing,
+    RootPacing,
+    StepPacing,
+)
 from jaxbucket.schedule.pace import Pace
 
 
@@ -47,6 +53,24 @@ def test_steps_are_steps_of_the_schedule(group, accumulate, wrap):
         num_open = min(step % 400 if pacing.__class__ is CyclicPacing else step, 599)
         rows = np.concatenate([x.rows for x in schedule.micro_batches(step)])
         assert rows.max() <= num_open
+
+
+@pytest.mark.parametrize("multiple", [0.1, 0.2, 0.3, 0.7, 1e-3, 3, 8])
+def test_values_are_the_decimal_multiples(multiple):
+    decimal = Fraction(str(multiple))
+    for count in (*range(1, 60), 1000):
+        high = float(count * decimal)
+        value = ByValue(LinearPacing(start=0, steps=count), 0, high, multiple)
+        for step in {0, 1, count // 2, count - 1, count}:
+            assert value(step) == float(step * decimal)
+
+
+def test_a_float32_difficulty_is_open_at_its_value():
+    values = np.array([i / 10 for i in range(1, 10)], np.float32)
+    rows = schedule_of(LinearPacing())._rows
+    for count in range(1, 10):
+        pacing = ByValue(LinearPacing(start=1), 0, count / 10)
+        assert Pace(pacing, values, rows).count(0, 0) == count
 
 
 @pytest.mark.parametrize("size", [7, 600, 1000, 4099])

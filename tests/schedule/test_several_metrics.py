@@ -312,20 +312,24 @@ def test_open_sets_by_value_are_those_of_deepspeed(total, kind):
     config = {"min": 8, "max": 2048, "total": total, "multiple": 8, "degree": 2}
     config |= {"difficulty": [100, 300, 700], "max_step": [total // 3, total]}
     pacing = {
-        "fixed_linear": ByValue(LinearPacing(0, steps=total), 8, 2048, multiple=8),
-        "fixed_root": ByValue(RootPacing(0, steps=total), 8, 2048, multiple=8),
-        # DeepSpeed's `max_step` is the last step of a difficulty.
+        "fixed_linear": ByValue(
+            LinearPacing(1 / total, steps=total - 1), 8, 2048, multiple=8
+        ),
+        "fixed_root": ByValue(
+            RootPacing((1 / total) ** 0.5, steps=total - 1), 8, 2048, multiple=8
+        ),
         "fixed_discrete": ByValue(
-            StepPacing((1 / 7, 3 / 7, 1), steps=(total // 3 + 1, total + 1)), 0, 700
+            StepPacing((1 / 7, 3 / 7, 1), steps=(total // 3, total)), 0, 700
         ),
         "custom": ByValue(Every100(), 0, 2048),
     }[kind]
     rows = BatchSchedule(BucketPlan((Bucket(2, 8),), max_tokens=16), [8] * 10)._rows
     pace = Pace(pacing, np.sort(values), rows)
     for step in {*STEPS, total // 2, total // 3, total - 1, total}:
-        value = min(step // 100, 2048)
+        # DeepSpeed's first batch has step 1.
+        value = min((step + 1) // 100, 2048)
         if kind != "custom":
-            value = deepspeed_value(kind, step, config)
+            value = deepspeed_value(kind, step + 1, config)
         opened = pace.count(*divmod(step, rows.num_batches))
         assert opened == np.count_nonzero(values <= value), step
 
@@ -336,7 +340,7 @@ class Every100:
     unit = "steps"
 
     def __call__(self, step):
-        return min(step // 100, 2048) / 2048
+        return min((step + 1) // 100, 2048) / 2048
 
 
 class Percentile(LinearPacing):
@@ -344,7 +348,7 @@ class Percentile(LinearPacing):
 
     def __call__(self, step):
         assert isinstance(step, int)
-        return min(100, 10 + 90 * step // self.duration) / 100
+        return min(100, 10 + 90 * (step + 1) // self.duration) / 100
 
 
 def test_open_sets_by_percentile_are_those_of_deepspeed():
@@ -352,7 +356,7 @@ def test_open_sets_by_percentile_are_those_of_deepspeed():
     rows = BatchSchedule(BucketPlan((Bucket(2, 8),), max_tokens=16), [8] * 10)._rows
     pace = Pace(Percentile(steps=1234), np.sort(values), rows)
     for step in (*range(0, 1300, 7), 10**7):
-        percentile = min(100, math.floor(Fraction(90 * step, 1234) + 10))
+        percentile = min(100, math.floor(Fraction(90 * (step + 1), 1234) + 10))
         # Each percentile has 7 examples.
         opened = pace.count(*divmod(step, rows.num_batches))
         assert opened == 7 * percentile

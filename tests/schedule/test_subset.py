@@ -18,6 +18,7 @@ RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, 50, 500)
 RARITY = RNG.random(500)
 # The plan does not hold lengths above 40, but these are not in the subset.
+LONG = int(np.flatnonzero(LENGTHS > 40)[3])
 SUBSET = (LENGTHS <= 40) & (RARITY < 0.8)
 PLAN = jb.plan_buckets(
     LENGTHS[SUBSET], max_tokens=240, num_buckets=3, batch_size_multiple=6
@@ -163,7 +164,7 @@ def test_a_run_does_not_resume_with_another_subset():
         ([1.0], "`subset` is float64[1]."),
         ([4, 4], "`subset` has an index twice."),
         (np.ones(500, int), "`subset` has only 0 and 1 for 500 examples."),
-        (np.ones(500, bool), "is beyond the last bucket"),
+        (np.arange(LONG, 500), f"`lengths[{LONG}]={LENGTHS[LONG]}` is beyond the last"),
     ],
 )
 def test_invalid_subsets_are_refused(subset, message):
@@ -178,8 +179,42 @@ def test_lengths_outside_of_the_subset_must_be_lengths():
         jb.BatchSchedule(PLAN, lengths, subset=SUBSET)
 
 
-def test_a_subset_of_packed_rows_is_refused():
+PACKED_ORDERS = ("spread", "source", "noisy", "one metric", "two metrics")
+
+
+@pytest.mark.parametrize("overlong", ["error", "drop"])
+@pytest.mark.parametrize("order", PACKED_ORDERS)
+def test_packed_rows_of_a_subset_are_those_of_the_selected_examples(order, overlong):
+    kept = SUBSET & (LENGTHS <= 30) if overlong == "drop" else SUBSET
+    packing = jb.packing.pack(LENGTHS[kept], (30, 60) if kept is SUBSET else 30)
+    plan = jb.plan_buckets(
+        packing.row_lengths,
+        max_tokens=240,
+        boundaries=packing.seq_lens,
+        overlong=overlong,
+    )
+    make = ORDERS[order]
+    schedule = jb.BatchSchedule(
+        plan, LENGTHS, order=make(np.ones(500, bool)), subset=SUBSET, packing=packing
+    )
+    alone = jb.BatchSchedule(plan, LENGTHS[kept], order=make(kept), packing=packing)
+    assert len(schedule) == len(alone)
+    indices = np.flatnonzero(kept)
+    for step in range(2 * len(alone)):
+        batch, expected = schedule[step], alone[step]
+        assert batch.bucket == expected.bucket
+        rows = np.where(expected.rows < 0, -1, indices[expected.rows])
+        np.testing.assert_array_equal(batch.rows, rows)
+    report, other = schedule.report(), alone.report()
+    assert report.packed_examples == other.packed_examples == np.count_nonzero(kept)
+    assert report.real_tokens == other.real_tokens == LENGTHS[kept].sum()
+    assert report.unselected_examples == np.count_nonzero(~SUBSET)
+    assert report.dropped_examples == np.count_nonzero(SUBSET & ~kept)
+
+
+def test_a_packing_is_that_of_the_subset():
     packing = jb.packing.pack(LENGTHS, 64)
     plan = jb.plan_buckets(packing.row_lengths, max_tokens=640)
-    with pytest.raises(ValueError, match="`subset` and `packing` cannot be combined"):
+    message = "the `subset` or the plan's `overlong` are not those of the packing"
+    with pytest.raises(ValueError, match="316 examples.*" + re.escape(message)):
         jb.BatchSchedule(plan, LENGTHS, packing=packing, subset=SUBSET)

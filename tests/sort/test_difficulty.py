@@ -182,8 +182,33 @@ def test_integers_beyond_float_precision_are_distinguished(tmp_path):
     index = jb.schedule.DifficultyIndex(tmp_path / "index")
     assert index.between(2**60, 2**60 + 1).tolist() == [1]
     assert index.between(-(10**400), 10**400).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="must not be NaN"):
+    with pytest.raises(ValueError, match="`low=nan` is not a number"):
         index.between(float("nan"), 1)
+
+
+def test_bounds_are_rounded_as_the_difficulties_are(tmp_path):
+    values = np.array([i / 10 for i in range(10)], np.float32)
+    index = jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
+    for first in range(10):
+        for last in range(first, 10):
+            between = index.between(first / 10, last / 10)
+            assert between.tolist() == list(range(first, last))
+
+
+def test_files_that_do_not_belong_together_are_refused(folder):
+    np.save(folder / "examples.npy", np.arange(SIZE, dtype=np.int32))
+    plan = jb.BucketPlan.from_shapes([(4, 8)])
+
+    def build():
+        index = jb.schedule.DifficultyIndex(folder)
+        order = jb.Curriculum(index, jb.schedule.LinearPacing(start=0.1))
+        return jb.BatchSchedule(plan, [8] * SIZE, order=order)[0]
+
+    with pytest.raises(ValueError, match="examples.npy is not sorted. Delete the fold"):
+        build()
+    np.save(folder / "examples.npy", np.full(SIZE, 10**6, np.int32))
+    with pytest.raises(ValueError, match="has examples from 1000000 to 1000000, but"):
+        build()
 
 
 def test_bfloat16_and_big_endian_floats_are_accepted(tmp_path):
