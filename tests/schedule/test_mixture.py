@@ -229,6 +229,16 @@ def test_weights_change_at_steps_and_components_go_on():
     assert other.fingerprint != mixture.fingerprint
 
 
+def test_steps_of_weights_may_be_integers_of_numpy():
+    named = dict(zip("abc", components(), strict=True))
+    shares = [{"a": 1, "b": 0, "c": 1}, {"a": 1, "b": 2, "c": 1}]
+    plain = Mixture(named, dict(zip((0, 5), shares, strict=True)))
+    mixture = Mixture(named, dict(zip(np.arange(0, 10, 5), shares, strict=True)))
+    assert json.dumps(mixture.config()) == json.dumps(plain.config())
+    assert mixture.fingerprint == plain.fingerprint
+    assert repr(mixture) == repr(plain)
+
+
 def test_an_epoch_ends_when_the_remaining_components_have_completed_one():
     schedules = components()
     # The last one is left out too early to complete an epoch.
@@ -440,6 +450,21 @@ TRUNCATING = [
         (lambda x: Mixture([x] * 2, [1, 1e-5]), "component 1 has 0.655 of 65536"),
         (lambda x: Mixture([x], ["a"]), r"`weights\[0\]='a'` is not a number"),
         (lambda x: Mixture([x], [None]), r"`weights\[0\]=None` is not a number"),
+        (lambda x: Mixture([x], ["0.5"]), r"`weights\[0\]='0.5'` is not a number"),
+        (lambda x: Mixture([x], [b"1"]), r"`weights\[0\]=b'1'` is not a number"),
+        (lambda x: Mixture([x], [True]), r"`weights\[0\]=True` is not a number"),
+        (
+            lambda x: Mixture({"a": x}, {"a": np.True_}),
+            r"`weights\['a'\]=np.True_` is not a number",
+        ),
+        (
+            lambda x: Mixture([x] * 2, 1),
+            "`weights=1` is a int. Pass a list with one weight for each of the 2 sch",
+        ),
+        (
+            lambda x: Mixture([x], {0: 0.5}),
+            r"`weights\[0\]=0.5` is a float. Pass a list",
+        ),
         (lambda x: Mixture([[1]], [1]), r"`schedules\[0\]` is a list, not a `Batch"),
         (
             lambda x: Mixture([Mixture([x], [1])], [1]),
@@ -481,6 +506,14 @@ TRUNCATING = [
         (
             lambda x: Mixture([x], {0: [1], 9: [1], 4: [1]}),
             r"`weights` has the steps \[0, 9, 4\]. Start with step 0, in ascending",
+        ),
+        (
+            lambda x: Mixture([x], {0.0: [1], 9.5: [1]}),
+            "`weights` has the step 0.0, which is not an integer. Pass a mapping from",
+        ),
+        (
+            lambda x: Mixture({"a": x}, {False: {"a": 1}}),
+            "`weights` has the step False, which is not an integer",
         ),
         (
             lambda x: Mixture([x, x], {0: [1, 0], 4: [0, 0]}),
