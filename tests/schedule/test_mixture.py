@@ -429,6 +429,7 @@ PAIRS = BatchSchedule(
     BucketPlan((Bucket(2, {"a": 8, "b": 8}),), max_tokens=32), {"a": [3], "b": [1]}
 )
 PACKED = BatchSchedule(PLAN, [3], packing=pack([3], 8))
+REPEATING = BatchSchedule(PLAN, [3, 4], order=Curriculum([1, 2], replacement=True))
 TRUNCATING = [
     BucketPlan((Bucket(size, 4),), max_tokens=16, overlong=policy)
     for size, policy in ((1, "truncate"), (2, "truncate_left"))
@@ -469,6 +470,20 @@ TRUNCATING = [
         (
             lambda x: Mixture([Mixture([x], [1])], [1]),
             r"`schedules\[0\]` is a Mixture, .* pass its components",
+        ),
+        (
+            lambda x: Mixture({"a": x.starting_at(4, "abc")}, {"a": 1}),
+            r"`schedules\['a'\]` starts at step 4, by `continue_with`. Call this "
+            "on the `Mixture` instead",
+        ),
+        (
+            lambda x: Mixture([x, x.starting_at(0, "abc")], [1, 1]),
+            r"`schedules\[1\]` starts at step 0, by `continue_with`",
+        ),
+        (
+            lambda x: Mixture([x, REPEATING], [1, 1], by="tokens"),
+            r"`by='tokens'` requires .* `schedules\[1\]` draws with `replacement=True`"
+            ". Use `by='steps'`",
         ),
         (lambda x: Mixture([x], [1], by="rows"), "`by='rows'`: choose 'steps'"),
         (
