@@ -8,6 +8,7 @@ from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.mixture import Mixture
 
 
 class BatchSampler:
@@ -39,8 +40,9 @@ class BatchSampler:
         `torch.utils.data.DistributedSampler.set_epoch`.
 
     Raises:
-      ValueError: if `epoch` is negative, or the parts of `shard` do not divide a
-        bucket's B.
+      ValueError: if `epoch` is negative, the parts of `shard` do not divide a bucket's
+        B, or `schedule` is a mixture with names, whose examples come from several
+        sources.
     """
 
     def __init__(
@@ -50,6 +52,13 @@ class BatchSampler:
             raise ValueError(
                 f"`schedule` is a {type(schedule).__name__}. Pass a `BatchSchedule` or "
                 "a `Mixture`."
+            )
+        if isinstance(schedule, Mixture) and schedule.names:
+            raise ValueError(
+                f"`schedule` is a mixture with the names {list(schedule.names)}, but "
+                "the indices of one source are needed here. Pass a `Mixture` of a list "
+                "of schedules and concatenate the sources with `jb.data.concatenate`, "
+                "or use `batch_dataset`."
             )
         self._schedule = schedule
         self._shard = checked_shard(shard)

@@ -30,6 +30,8 @@ class JoinedSchedule(Schedule):
     in every epoch. Schedules with the same seed, plan and order have the same batches
     in their first epochs; pass different seeds.
 
+    Each of `schedules` has a report of its own epochs: `joined.schedules[0].report()`.
+
     Example:
       The first epoch by length, as in Deep Speech 2 (Amodei et al. 2015, "SortaGrad"):
 

@@ -16,6 +16,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
+from jaxbucket.schedule.mixture_checks import check_components, check_names
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
 from jaxbucket.schedule.mixture_weights import Weights, check_weights
 from jaxbucket.schedule.turns import ChangingTurns, TurnOrder, Turns
@@ -90,11 +91,11 @@ class Mixture(Schedule):
         components with `accumulate` and `group="mixed"` instead.
 
     Raises:
-      ValueError: if a component is not a `BatchSchedule`; if the components differ in
-        `accumulate` or, without names, in their sequences or in whether rows are
-        packed; if a weight is negative, not finite or too small; if steps of weights
-        do not start at 0 or are not ascending; if `by` is not "steps" and a component
-        draws with replacement.
+      ValueError: if a component is not a `BatchSchedule`, or was created by
+        `continue_with`; if the components differ in `accumulate` or, without names, in
+        their sequences or in whether rows are packed; if a weight is negative, not
+        finite or too small; if steps of weights do not start at 0 or are not ascending;
+        if `by` is not "steps" and a component draws with replacement.
     """
 
     def __init__(
@@ -109,13 +110,13 @@ class Mixture(Schedule):
         self.names: tuple[str, ...] = ()
         if isinstance(schedules, Mapping):
             self.names = tuple(schedules)
-            self._check_names()
+            check_names(self.names)
             schedules = list(schedules.values())
         self.schedules = list(schedules)
         steps = check_weights(weights, self.names, len(self.schedules))
         self.weights = steps if len(steps) > 1 else steps[0]
         self.by: Unit = by
-        self._check()
+        check_components(self.schedules, self.names, by)
         plans = {x.plan.fingerprint: x.plan for x in self.schedules}
         self.plans = tuple(plans.values())
         if not self.names:
@@ -128,37 +129,6 @@ class Mixture(Schedule):
         self._starts = [0, *itertools.accumulate(sizes)]
         self._turns_per_step = self._group(check_accumulate(accumulate))
         self._turns = self._order_turns(steps)
-
-    def _check_names(self) -> None:
-        for name in self.names:
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"`schedules` has the name {name!r}, a {type(name).__name__}. Pass "
-                    "names that are strings."
-                )
-
-    def _check(self) -> None:
-        for index, schedule in enumerate(self.schedules):
-            if not isinstance(schedule, BatchSchedule):
-                raise ValueError(
-                    f"`schedules[{self._key(index)!r}]` is a "
-                    f"{type(schedule).__name__}, not a `BatchSchedule`. Instead of a "
-                    "mixture, pass its components."
-                )
-        if self.names:
-            return
-        if len({x.sequences for x in self.schedules}) > 1:
-            raise ValueError(
-                "`schedules` have different sequences: "
-                f"{[x.sequences for x in self.schedules]}. Pass a mapping from names "
-                "to schedules, and one from names to sources to the loader."
-            )
-        if len({x.packing is None for x in self.schedules}) > 1:
-            raise ValueError(
-                "`schedules` have both packed rows and rows of one example. Pack all "
-                "components or none, or pass a mapping from names to schedules, and "
-                "one from names to sources to the loader."
-            )
 
     def _key(self, index: int) -> str | int:
         return self.names[index] if self.names else index

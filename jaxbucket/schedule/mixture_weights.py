@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
+
+import numpy as np
 
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 # The weights of all steps, or step -> the weights from this step on.
@@ -28,13 +31,15 @@ def check_weights(
       count: the number of components.
 
     Raises:
-      ValueError: if a weight is missing, unknown, negative or not finite; if a weight
-        is 0 at all steps; or if steps do not start at 0 or are not ascending.
+      ValueError: if a weight is missing, unknown, not a number, negative or not finite;
+        if a weight is 0 at all steps; or if steps are not integers, do not start at 0
+        or are not ascending.
     """
     if not _has_steps(weights):
         constant = cast(StepWeights, weights)
         return {0: _listed("weights", constant, names, count, changes=False)}
-    by_step = cast(Mapping[int, StepWeights], weights)
+    items = cast(Mapping[int, StepWeights], weights).items()
+    by_step = {_step(key): value for key, value in items}
     steps = list(by_step)
     ascending = all(a < b for a, b in itertools.pairwise(steps))
     if steps[0] != 0 or not ascending:
@@ -59,7 +64,18 @@ def _has_steps(weights: Any) -> bool:
     """Returns whether weights are given by step."""
     if not isinstance(weights, Mapping) or not weights:
         return False
-    return all(isinstance(key, int) for key in weights)
+    # Names are strings.
+    return all(isinstance(key, numbers.Number) for key in weights)
+
+
+def _step(key: Any) -> int:
+    """Returns a key of weights by step as an int, which JSON can hold."""
+    if not isinstance(key, numbers.Integral) or isinstance(key, bool):
+        raise ValueError(
+            f"`weights` has the step {key!r}, which is not an integer. Pass a mapping "
+            "from integer steps to weights, such as `{0: ..., 1000: ...}`."
+        )
+    return int(key)
 
 
 def _listed(
@@ -87,7 +103,7 @@ def _listed(
                 f"`{label}` is a {type(weights).__name__}, but `schedules` has names. "
                 f"Pass a weight by name: `{{{names[0]!r}: 1.0, ...}}`."
             )
-        values = list(weights)
+        values = _items(label, weights, count)
         keys = list(range(count))
         if not count or len(values) != count:
             raise ValueError(
@@ -108,10 +124,21 @@ def _listed(
     return result
 
 
+def _items(label: str, weights: Any, count: int) -> list[Any]:
+    try:
+        return list(weights)
+    except TypeError:
+        raise ValueError(
+            f"`{label}={weights!r}` is a {type(weights).__name__}. Pass a list with "
+            f"one weight for each of the {count} schedules."
+        ) from None
+
+
 def _number(label: str, weight: Any) -> float:
     try:
-        return float(weight)
+        # `float` would also take text and booleans, which are mistakes here.
+        if np.asarray(weight).dtype.kind not in "bSU":
+            return float(weight)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"`{label}={weight!r}` is not a number. Pass a positive one."
-        ) from None
+        pass
+    raise ValueError(f"`{label}={weight!r}` is not a number. Pass a positive one.")

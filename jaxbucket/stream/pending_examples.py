@@ -6,7 +6,7 @@ import collections
 import copy
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import grain
@@ -15,6 +15,7 @@ from jaxbucket.base.checks import check_positive
 
 # The number of examples between two saved states of the stream.
 _SNAPSHOT_EVERY = 64
+_STATE_KEYS = {"stream", "first", "read", "yielded", "pending"}
 
 
 def easy_first(
@@ -51,6 +52,7 @@ def easy_first(
       stream: the examples.
       difficulty_fn: returns the difficulty of an example, a finite number.
       limit: returns the largest difficulty that is open after a number of examples.
+        They are the steps of a pacing function: `LinearPacing(steps=100_000)`.
       max_pending: the largest number of pending examples, which are kept in memory. To
         resume, the stream is read again from the oldest of them.
 
@@ -59,8 +61,9 @@ def easy_first(
 
     Raises:
       ValueError: if `stream` is not a `grain.IterDataset`, a function is not callable,
-        or `max_pending` is not positive. From an iterator: if a difficulty or a limit
-        is not a number.
+        `limit` is a pacing function over epochs or tokens, or `max_pending` is not
+        positive. From an iterator: if a difficulty or a limit is not a number, or it
+        cannot continue from a state.
     """
     if not isinstance(stream, grain.IterDataset):
         raise ValueError(
@@ -70,6 +73,13 @@ def easy_first(
     for name, function in (("difficulty_fn", difficulty_fn), ("limit", limit)):
         if not callable(function):
             raise ValueError(f"`{name}={function!r}` is not a function.")
+    unit = getattr(limit, "unit", "steps")
+    if unit != "steps":
+        raise ValueError(
+            f"`limit` is a pacing function over {unit}, but is called with the number "
+            "of examples. Pass one with `steps=`, which counts examples here, or any "
+            "function of this number."
+        )
     check_positive("max_pending", max_pending)
     return EasyFirst(stream, difficulty_fn, limit, max_pending)
 
@@ -190,16 +200,37 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
             self._snapshots.popleft()
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Continues from a state.
+
+        Raises:
+          ValueError: if `state` is not one of `get_state`, or the stream has fewer
+            examples than when it was saved.
+        """
+        if not isinstance(state, Mapping) or not state.keys() >= _STATE_KEYS:
+            raise ValueError(
+                "`state` is not a state of `easy_first`. Pass the result of "
+                "`get_state()` of its iterator."
+            )
         self._start()
         self._iterator.set_state(copy.deepcopy(state["stream"]))
         self._num_read = state["first"]
         self._snapshots.append((state["first"], copy.deepcopy(state["stream"])))
         pending = set(state["pending"])
         while self._num_read < state["read"]:
-            example = self._read()
+            example = self._read_again(state["read"])
             if example.number in pending:
                 heapq.heappush(self._pending, example)
         self._num_yielded = state["yielded"]
+
+    def _read_again(self, num_read: int) -> _Pending:
+        """Returns an example that had been read before the state was saved."""
+        try:
+            return self._read()
+        except StopIteration:
+            raise ValueError(
+                f"`stream` has fewer examples than the {num_read} that had been read "
+                "when the state was saved. Pass the same stream."
+            ) from None
 
     def close(self) -> None:
         self._iterator.close()

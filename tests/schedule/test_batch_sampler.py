@@ -99,6 +99,10 @@ def test_a_process_without_an_example_gets_an_empty_list():
     [
         ((5,), "`schedule` is a int. Pass a `BatchSchedule` or a `Mixture`"),
         ((make_schedule(), 0), "`shard` is a int, not a `RowShard`"),
+        (
+            (jb.Mixture({"a": make_schedule()}, {"a": 1}),),
+            r"mixture with the names \['a'\], .* concatenate the sources with",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

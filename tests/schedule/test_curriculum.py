@@ -179,6 +179,13 @@ def test_draws_with_replacement_are_easy_and_uniform():
     assert np.all(abs(easy - mean) < 6 * np.sqrt(mean) + 0.02 * mean)
 
 
+def test_a_report_of_draws_with_replacement_is_refused():
+    plan = plan_buckets([1, 2], max_tokens=4)
+    schedule = BatchSchedule(plan, [1, 2], order=Curriculum([1, 2], replacement=True))
+    with pytest.raises(ValueError, match=r"Count .*: `schedule.micro_batches\(step\)`"):
+        schedule.report()
+
+
 def test_cyclic_pacing_returns_to_easy_examples():
     difficulty = np.arange(4000) * 0.5
     order = Curriculum(difficulty, CyclicPacing(LinearPacing(0.1, 0.5), every=0.5))

@@ -229,6 +229,16 @@ def test_weights_change_at_steps_and_components_go_on():
     assert other.fingerprint != mixture.fingerprint
 
 
+def test_steps_of_weights_may_be_integers_of_numpy():
+    named = dict(zip("abc", components(), strict=True))
+    shares = [{"a": 1, "b": 0, "c": 1}, {"a": 1, "b": 2, "c": 1}]
+    plain = Mixture(named, dict(zip((0, 5), shares, strict=True)))
+    mixture = Mixture(named, dict(zip(np.arange(0, 10, 5), shares, strict=True)))
+    assert json.dumps(mixture.config()) == json.dumps(plain.config())
+    assert mixture.fingerprint == plain.fingerprint
+    assert repr(mixture) == repr(plain)
+
+
 def test_an_epoch_ends_when_the_remaining_components_have_completed_one():
     schedules = components()
     # The last one is left out too early to complete an epoch.
@@ -419,6 +429,7 @@ PAIRS = BatchSchedule(
     BucketPlan((Bucket(2, {"a": 8, "b": 8}),), max_tokens=32), {"a": [3], "b": [1]}
 )
 PACKED = BatchSchedule(PLAN, [3], packing=pack([3], 8))
+REPEATING = BatchSchedule(PLAN, [3, 4], order=Curriculum([1, 2], replacement=True))
 TRUNCATING = [
     BucketPlan((Bucket(size, 4),), max_tokens=16, overlong=policy)
     for size, policy in ((1, "truncate"), (2, "truncate_left"))
@@ -440,10 +451,39 @@ TRUNCATING = [
         (lambda x: Mixture([x] * 2, [1, 1e-5]), "component 1 has 0.655 of 65536"),
         (lambda x: Mixture([x], ["a"]), r"`weights\[0\]='a'` is not a number"),
         (lambda x: Mixture([x], [None]), r"`weights\[0\]=None` is not a number"),
+        (lambda x: Mixture([x], ["0.5"]), r"`weights\[0\]='0.5'` is not a number"),
+        (lambda x: Mixture([x], [b"1"]), r"`weights\[0\]=b'1'` is not a number"),
+        (lambda x: Mixture([x], [True]), r"`weights\[0\]=True` is not a number"),
+        (
+            lambda x: Mixture({"a": x}, {"a": np.True_}),
+            r"`weights\['a'\]=np.True_` is not a number",
+        ),
+        (
+            lambda x: Mixture([x] * 2, 1),
+            "`weights=1` is a int. Pass a list with one weight for each of the 2 sch",
+        ),
+        (
+            lambda x: Mixture([x], {0: 0.5}),
+            r"`weights\[0\]=0.5` is a float. Pass a list",
+        ),
         (lambda x: Mixture([[1]], [1]), r"`schedules\[0\]` is a list, not a `Batch"),
         (
             lambda x: Mixture([Mixture([x], [1])], [1]),
             r"`schedules\[0\]` is a Mixture, .* pass its components",
+        ),
+        (
+            lambda x: Mixture({"a": x.starting_at(4, "abc")}, {"a": 1}),
+            r"`schedules\['a'\]` starts at step 4, by `continue_with`. Call this "
+            "on the `Mixture` instead",
+        ),
+        (
+            lambda x: Mixture([x, x.starting_at(0, "abc")], [1, 1]),
+            r"`schedules\[1\]` starts at step 0, by `continue_with`",
+        ),
+        (
+            lambda x: Mixture([x, REPEATING], [1, 1], by="tokens"),
+            r"`by='tokens'` requires .* `schedules\[1\]` draws with `replacement=True`"
+            ". Use `by='steps'`",
         ),
         (lambda x: Mixture([x], [1], by="rows"), "`by='rows'`: choose 'steps'"),
         (
@@ -481,6 +521,14 @@ TRUNCATING = [
         (
             lambda x: Mixture([x], {0: [1], 9: [1], 4: [1]}),
             r"`weights` has the steps \[0, 9, 4\]. Start with step 0, in ascending",
+        ),
+        (
+            lambda x: Mixture([x], {0.0: [1], 9.5: [1]}),
+            "`weights` has the step 0.0, which is not an integer. Pass a mapping from",
+        ),
+        (
+            lambda x: Mixture({"a": x}, {False: {"a": 1}}),
+            "`weights` has the step False, which is not an integer",
         ),
         (
             lambda x: Mixture([x, x], {0: [1, 0], 4: [0, 0]}),

@@ -136,6 +136,15 @@ def test_batches_have_each_example_once_and_short_ones_first(pack):
         (([1, 2], float, float), "`stream` is a list, not a `grain.IterDataset`"),
         ((stream_of([1]), 3, float), "`difficulty_fn=3` is not a function"),
         ((stream_of([1]), float, 0.5), "`limit=0.5` is not a function"),
+        (
+            (stream_of([1]), float, ByValue(LinearPacing(start=0, epochs=2), 0, 9)),
+            "`limit` is a pacing function over epochs, but is called with the number "
+            "of examples. Pass one with `steps=`",
+        ),
+        (
+            (stream_of([1]), float, LinearPacing(tokens=9)),
+            "`limit` is a pacing function over tokens",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, message):
@@ -159,6 +168,23 @@ def test_a_limit_that_is_not_a_number_is_refused():
     dataset = easy_first(stream_of([1, 2]), float, lambda count: math.nan)
     with pytest.raises(ValueError, match="`limit` returns nan for 0 examples. Return"):
         next(iter(dataset))
+
+
+@pytest.mark.parametrize("state", [{}, None, 3, {"stream": {}, "read": 1}])
+def test_a_state_of_something_else_is_refused(state):
+    iterator = iter(easy_first(stream_of([1]), float, float))
+    with pytest.raises(ValueError, match=r"`state` is not a state .* `get_state\(\)`"):
+        iterator.set_state(state)
+    assert next(iterator) == 1
+
+
+def test_a_stream_with_fewer_examples_than_before_is_refused():
+    iterator = iter(easy_first(stream_of(range(100)), float, float))
+    for _ in range(90):
+        next(iterator)
+    shorter = iter(easy_first(stream_of(range(80)), float, float))
+    with pytest.raises(ValueError, match="fewer examples than the 90 that had been"):
+        shorter.set_state(iterator.get_state())
 
 
 def test_streams_with_plans_of_their_own_are_mixed_and_resumed():

@@ -39,7 +39,7 @@ class AccumulatedMetric:
       size: the number of entries of the sum, such as that of a vocabulary.
 
     Raises:
-      ValueError: if `size` is not a positive integer.
+      ValueError: if a function is not callable, or `size` is not a positive integer.
     """
 
     count_fn: Callable[[Any], Any]
@@ -47,6 +47,12 @@ class AccumulatedMetric:
     size: int
 
     def __post_init__(self):
+        of = {"count_fn": "an example", "score_fn": "an example and the sum"}
+        for name, arguments in of.items():
+            if not callable(function := getattr(self, name)):
+                raise ValueError(
+                    f"`{name}={function!r}` is not a function. Pass one of {arguments}."
+                )
         object.__setattr__(self, "size", check_positive("size", self.size))
 
     def __call__(self, example: Any, total: np.ndarray) -> float:

@@ -61,8 +61,16 @@ def test_invalid_counts_and_tokens_are_refused(metric, message):
     [
         (lambda: token_rarity(vocab_size=0), "`vocab_size=0` must be a positive inte"),
         (lambda: AccumulatedMetric(len, max, 1.5), "`size=1.5` is not an integer."),
+        (
+            lambda: AccumulatedMetric(5, max, 3),
+            "`count_fn=5` is not a function. Pass one",
+        ),
+        (
+            lambda: AccumulatedMetric(len, 6, 3),
+            "`score_fn=6` is not a function. Pass one",
+        ),
     ],
 )
-def test_invalid_sizes_are_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
