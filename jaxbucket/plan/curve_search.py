@@ -25,6 +25,8 @@ from jaxbucket.plan.sequence_limits import SequenceLimits
 
 # How many numbers of buckets are tried per doubling. Up to twice this number, all are.
 _SIZES_PER_DOUBLING = 32
+# The same for examples with several sequences, whose plans take longer.
+_FEW_PER_DOUBLING = 4
 # The number of points after the best one, so that plots show the minimum.
 _POINTS_BEYOND = 4
 
@@ -195,10 +197,11 @@ def _sequence_point(
 
 
 def _middles(sizes: list[int], best: int) -> list[int]:
-    """Returns the numbers between one number and its neighbors, without repetition."""
+    """Returns the numbers between one number and its neighbors, if these are far."""
     place = sizes.index(best)
     near = sizes[max(place - 1, 0) : place + 2]
-    return [(a + b) // 2 for a, b in itertools.pairwise(near) if b > a + 1]
+    pairs = itertools.pairwise(near)
+    return [(a + b) // 2 for a, b in pairs if b > a + max(1, a // _FEW_PER_DOUBLING)]
 
 
 def _few_sizes(max_buckets: int) -> list[int]:

@@ -12,10 +12,12 @@ from jaxbucket.plan.joint.additions import Choice, Grid
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Prices, Pricing
 
-# How many of the best shapes by full batches are compared with their remainders.
-_CONTENDERS = 64
-# The number of replacements that are tried for each bucket on average.
-_TRIES = 16
+# How many of the best shapes by full batches are compared with their remainders. With
+# many buckets, fewer are, because the time of each grows with the square of K.
+_MIN_CONTENDERS, _MAX_CONTENDERS, _CONTENDERS_WORK = 4, 64, 1 << 14
+# The number of replacements that are tried: for each bucket on average, and times the
+# number of buckets, because the time of each grows with it.
+_TRIES, _TRIES_WORK = 16, 1 << 13
 # A choice counts as cheaper only beyond rounding errors.
 _SLACK = 1 - 1e-9
 # How much a remainder is expected to fill up a batch at its target: with 0, each of its
@@ -99,6 +101,16 @@ class EpochSearch:
     num_buckets: int
     num_fixed: int
 
+    @property
+    def _num_contenders(self) -> int:
+        work = _CONTENDERS_WORK // self.num_buckets**2
+        return min(max(work, _MIN_CONTENDERS), _MAX_CONTENDERS)
+
+    @property
+    def _num_tries(self) -> int:
+        tries = min(_TRIES * self.num_buckets, _TRIES_WORK // self.num_buckets)
+        return max(tries, self.num_buckets)
+
     def cost(self, shapes: np.ndarray) -> float:
         """Returns about the cost of an epoch; infinite if a point is in no shape."""
         choice = Choice.of(self.points, shapes, self.pricing)
@@ -116,7 +128,7 @@ class EpochSearch:
         """
         choice = Choice.of(self.points, shapes, self.pricing)
         cost, failures, k = self._cost(choice, None), 0, self.num_fixed
-        for _ in range(_TRIES * self.num_buckets):
+        for _ in range(self._num_tries):
             size = len(choice) + (len(choice) < self.num_buckets)
             if failures >= size - self.num_fixed:
                 break
@@ -149,7 +161,7 @@ class EpochSearch:
         additions = choice.additions(grid, without)
         promising = np.flatnonzero(additions.costs < min(limit, best_cost))
         cheapest = np.argsort(additions.costs[promising], kind="stable")
-        added = promising[cheapest[:_CONTENDERS]]
+        added = promising[cheapest[: self._num_contenders]]
         if not added.size:
             return others, best_cost
         counts = additions.counts(added)

@@ -15,8 +15,9 @@ from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import Pricing
 from jaxbucket.plan.joint.steady import Steady
 
-# With more distinct examples, only some T are possible, which are refined later.
-_MAX_POINTS = 1 << 16
+# With more distinct examples, only some T are possible, which are refined later: at
+# most, and times the number of buckets.
+_MAX_POINTS, _POINTS_WORK = 1 << 16, 1 << 19
 # The number of shapes that can replace one: at most, and times the number of buckets.
 _MAX_GRID, _GRID_WORK = 4096, 1 << 16
 # The distances between a T and its nearest neighbors, powers of a base, by the number
@@ -50,28 +51,23 @@ class Search:
           starts: the T of known shapes, which are yielded, and improved.
         """
         coarse = dataclasses.replace(self, points=self._coarse(None))
-        shapes = coarse._first()
-        if shapes is not None:
-            yield self._refined(coarse, coarse._improved(shapes))
+        results = []
+        if (shapes := coarse._first()) is not None:
+            results.append(coarse._improved(shapes))
         for start in starts:
             if self.must_hold_all:
                 # The first shape is never replaced.
                 last = self.points.seq_lens(self.points.last[None])
                 start = np.concatenate([last, start[:-1]])
             yield start
-            shapes = coarse._with_remainders(coarse.points.indices_of(start))
-            yield self._refined(coarse, shapes)
+            results.append(coarse._with_remainders(coarse.points.indices_of(start)))
+        yield from map(coarse.points.seq_lens, results)
+        if results and coarse.points is not self.points:
+            best = min(results, key=coarse._epoch.cost)
+            yield self._refined(coarse.points.seq_lens(best))
 
-    def _refined(self, coarse: Search, shapes: np.ndarray) -> np.ndarray:
-        """Returns the T of shapes after a search with more possible T.
-
-        Args:
-          coarse: the search that found the shapes.
-          shapes: `[K, Q]` indices of its points.
-        """
-        seq_lens = coarse.points.seq_lens(shapes)
-        if coarse.points is self.points:
-            return seq_lens
+    def _refined(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the T of shapes, `[K, Q]`, after a search with more possible T."""
         points = self._coarse(self.points.indices_of(seq_lens))
         fine = dataclasses.replace(self, points=points)
         return points.seq_lens(fine._improved(points.indices_of(seq_lens)))
@@ -79,7 +75,7 @@ class Search:
     def _coarse(self, shapes: np.ndarray | None) -> Points:
         """Returns the points with fewer T, but all T near those of some shapes."""
         points, size = self.points, 2048
-        while len(points) > _MAX_POINTS:
+        while len(points) > min(_MAX_POINTS, _POINTS_WORK // self.num_buckets):
             axes = self.points.quantiles(size)
             if shapes is not None:
                 near = self.points.near(shapes, self._offsets)
@@ -121,6 +117,10 @@ class Search:
     def _steady(self) -> Steady:
         return Steady(self.points, self.pricing, self.num_buckets, self._num_fixed)
 
+    @property
+    def _epoch(self) -> EpochSearch:
+        return EpochSearch(self.points, self.pricing, self.num_buckets, self._num_fixed)
+
     def _first(self) -> np.ndarray | None:
         """Returns shapes for full batches, `[K, Q]` indices."""
         steady, grid = self._steady, self._grid
@@ -139,8 +139,5 @@ class Search:
 
     def _with_remainders(self, shapes: np.ndarray) -> np.ndarray:
         """Returns shapes with a cheaper epoch, remainders included."""
-        epoch = EpochSearch(
-            self.points, self.pricing, self.num_buckets, self._num_fixed
-        )
-        shapes = epoch.improved(shapes, self._anywhere)
-        return epoch.improved(shapes, self._near)
+        shapes = self._epoch.improved(shapes, self._anywhere)
+        return self._epoch.improved(shapes, self._near)
