@@ -38,8 +38,14 @@ def check_sequences(plan: BucketPlan) -> None:
         names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
         _check_names(plan, "buckets", names)
     for name in ("max_tokens", "seq_len_multiple", "overlong"):
-        if isinstance(value := getattr(plan, name), Mapping):
-            _check_names(plan, name, value)
+        if not isinstance(value := getattr(plan, name), Mapping):
+            continue
+        if not plan.sequences:
+            raise ValueError(
+                f"`{name}={dict(value)!r}` is a mapping, but the buckets have one "
+                "sequence. Pass the value itself."
+            )
+        _check_names(plan, name, value)
 
 
 def check_buckets(plan: BucketPlan) -> None:

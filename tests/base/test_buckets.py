@@ -128,6 +128,16 @@ def test_an_invalid_plan_is_refused(changes, message):
         dataclasses.replace(PLAN, **changes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_tokens": {"a": 9, "b": 9}}, {"overlong": {"a": "drop", "b": "drop"}}],
+)
+def test_a_plan_of_one_sequence_takes_no_mappings(changes):
+    message = r"`\w+=\{'a': .*\}` is a mapping, but the buckets have one sequence. Pass"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PLAN, **changes)
+
+
 def test_a_plan_with_too_many_shapes_for_int16_is_refused():
     buckets = [Bucket(1, length) for length in range(1, 2**15 + 1)]
     plan = BucketPlan(buckets[:-1], max_tokens=2**15)
