@@ -84,7 +84,7 @@ def run_commands(page: str, folder: pathlib.Path) -> list[str]:
     lines = [line.removeprefix("cd examples && ") for line in lines]
     commands = [x.split() for x in lines if x.startswith("jaxbucket ")]
     (folder / "docs").mkdir()
-    (folder / "examples").mkdir()
+    (folder / "examples").mkdir(exist_ok=True)
     run = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(commands)],
         cwd=folder / "examples",
@@ -102,6 +102,15 @@ def test_the_commands_of_the_page_on_planning_run(tmp_path):
     commands = run_commands("planning", tmp_path)
     assert {"measure", "compare", "plan", "report"} <= set(commands)
     assert (tmp_path / "docs" / "comparison.png").exists()
+
+
+def test_the_commands_of_the_page_on_several_lengths_run(tmp_path):
+    pairs = [{"en": "a" * n, "de": "b" * (n + 9)} for n in range(20, 140)]
+    (tmp_path / "examples").mkdir()
+    file = tmp_path / "examples" / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, pairs)))
+    commands = run_commands("several_lengths", tmp_path)
+    assert commands == ["measure", "plan", "plan", "report"]
 
 
 def quick_start() -> str:

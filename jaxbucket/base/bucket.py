@@ -45,7 +45,7 @@ class Bucket:
         check_countable(
             self.num_tokens,
             f"The number of tokens in `batch_size={self.batch_size}` rows of "
-            f"`seq_len={self.seq_len}`",
+            f"`seq_len={self.seq_len!r}`",
             "Lower one of the two.",
         )
 

@@ -87,6 +87,7 @@ class BucketPlan:
         self._set("buckets", tuple(self.buckets))
         multiple = check_positive("batch_size_multiple", self.batch_size_multiple)
         self._set("batch_size_multiple", multiple)
+        plan_checks.check_sequences(self)
         for name in ("max_tokens", "seq_len_multiple"):
             self._set(name, checked_size(name, getattr(self, name)))
         if isinstance(self.overlong, Mapping):
@@ -380,7 +381,7 @@ class BucketPlan:
 
         Raises:
           ValueError: if `text` is not valid JSON, does not hold a plan or holds one of
-            an unknown version, or if the plan itself is invalid.
+            an unknown version or with unknown fields, or if the plan is invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         fields = plan_json.read(text, names)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.base.sizes import check_sequence_names
+from jaxbucket.base.sizes import check_same_sequences, check_sequence_names
 
 # One length per example, or one per example for each sequence by name.
 Lengths: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
@@ -67,13 +67,8 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
             f"`lengths` is a {type(lengths).__name__}, but the plan has the sequences "
             f"{list(sequences)}. Pass a mapping from each sequence to its lengths [N]."
         )
-    parts = check_parts(lengths)
-    if list(parts) != list(sequences):
-        raise ValueError(
-            f"`lengths` has the sequences {list(parts)}, but the plan has "
-            f"{list(sequences)}. Pass the lengths of the same sequences."
-        )
-    return np.stack(list(parts.values()), axis=1)
+    check_same_sequences("lengths", lengths, sequences, "the plan has")
+    return np.stack(list(check_parts(lengths).values()), axis=1)
 
 
 def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice
-from jaxbucket.base.policies import OVERLONG, TRUNCATING
-from jaxbucket.base.sizes import Sizes, total
+from jaxbucket.base.policies import OVERLONG, OVERLONG_SEVERAL, TRUNCATING
+from jaxbucket.base.sizes import Sizes, check_same_sequences, total
 
 if TYPE_CHECKING:
     from jaxbucket.base.buckets import BucketPlan
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 _MAX_BUCKETS = 2**15 - 1
 
 
-def check_buckets(plan: BucketPlan) -> None:
-    """Raises a ValueError if a bucket violates a constraint of the plan."""
+def check_sequences(plan: BucketPlan) -> None:
+    """Raises a ValueError if there are no buckets, or their sequences differ.
+
+    A mapping in another field must have the sequences of the buckets, too.
+    """
     if not plan.buckets:
         raise ValueError("`buckets` is empty. A plan needs at least one shape.")
     if len(plan) > _MAX_BUCKETS:
@@ -32,10 +35,21 @@ def check_buckets(plan: BucketPlan) -> None:
             raise ValueError(
                 f"`buckets` contains {bucket!r}. Use `Bucket(batch_size, seq_len)`."
             )
-        _check_sequences(plan, "buckets", bucket.seq_len)
-    for name in ("max_tokens", "seq_len_multiple"):
-        if isinstance(value := getattr(plan, name), Sizes):
-            _check_sequences(plan, name, value)
+        names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
+        _check_names(plan, "buckets", names)
+    for name in ("max_tokens", "seq_len_multiple", "overlong"):
+        if not isinstance(value := getattr(plan, name), Mapping):
+            continue
+        if not plan.sequences:
+            raise ValueError(
+                f"`{name}={dict(value)!r}` is a mapping, but the buckets have one "
+                "sequence. Pass the value itself."
+            )
+        _check_names(plan, name, value)
+
+
+def check_buckets(plan: BucketPlan) -> None:
+    """Raises a ValueError if a bucket violates a constraint of the plan."""
     for bucket in plan.buckets:
         _check_budget(plan, bucket)
         _check_multiples(plan, bucket)
@@ -48,22 +62,21 @@ def check_buckets(plan: BucketPlan) -> None:
         )
 
 
-def _check_sequences(plan: BucketPlan, name: str, sizes: int | Sizes) -> None:
-    names = list(sizes) if isinstance(sizes, Sizes) else []
-    if names != list(plan.sequences):
-        raise ValueError(
-            f"`{name}` has the sequences {names}, but the first bucket has "
-            f"{list(plan.sequences)}. Use the same sequences everywhere."
-        )
+def _check_names(plan: BucketPlan, name: str, names: Collection[str]) -> None:
+    check_same_sequences(name, names, plan.sequences, "the first bucket has")
 
 
 def _check_budget(plan: BucketPlan, bucket: Bucket) -> None:
     for name, seq_len, budget in _budgets(plan, bucket):
         if bucket.batch_size * seq_len > budget:
+            multiple = plan.batch_size_multiple
+            most = budget // seq_len // multiple * multiple
+            remedy = f"Lower its `batch_size` to {most}."
+            if not most:
+                remedy = f"Lower its `seq_len`, or raise `{name}`."
             raise ValueError(
                 f"Bucket {bucket} holds {bucket.batch_size * seq_len} tokens, more "
-                f"than `{name}={budget}`. Lower its `batch_size` to "
-                f"{budget // seq_len}."
+                f"than `{name}={budget}`. {remedy}"
             )
 
 
@@ -96,27 +109,25 @@ def _check_multiples(plan: BucketPlan, bucket: Bucket) -> None:
 def check_overlong(plan: BucketPlan) -> None:
     """Raises a ValueError if a policy is unknown or does not fit the buckets."""
     policies = plan.overlong
-    if not isinstance(policies, Mapping):
+    if not plan.sequences:
         check_choice("overlong", policies, OVERLONG)
-        policies = dict.fromkeys(plan.sequences, policies)
-    elif list(policies) != list(plan.sequences):
-        raise ValueError(
-            f"`overlong` has the sequences {list(policies)}, but the buckets have "
-            f"{list(plan.sequences)}. Pass one policy for each."
-        )
-    for name, policy in policies.items():
-        check_choice(f"overlong[{name!r}]", policy, OVERLONG)
-    if "split" in policies.values():
+        return
+    if policies == "split":
         raise ValueError(
             "`overlong='split'` requires examples with one sequence. Choose 'error', "
             "'drop', 'truncate' or 'truncate_left'."
         )
+    if not isinstance(policies, Mapping):
+        check_choice("overlong", policies, OVERLONG_SEVERAL)
+        policies = dict.fromkeys(plan.sequences, policies)
+    for name, policy in policies.items():
+        check_choice(f"overlong[{name!r}]", policy, OVERLONG_SEVERAL)
     last = plan.buckets[-1].seq_len
     for policy in policies.values():
         if policy in TRUNCATING and last != plan.max_seq_lens:
             raise ValueError(
                 f"`overlong={policy!r}` requires a last bucket that holds the longest "
-                f"sequences, {plan.max_seq_lens}, but it has {last}. Add such a "
+                f"sequences, {plan.max_seq_lens!r}, but it has {last!r}. Add such a "
                 "bucket, or choose 'error' or 'drop'."
             )
 

@@ -50,7 +50,7 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
 
     Raises:
       ValueError: if `text` is not valid JSON, does not hold a plan, or holds one of an
-        unknown version.
+        unknown version or with unknown fields.
     """
     try:
         fields = json.loads(text)
@@ -63,6 +63,12 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
         raise ValueError(
             f"The plan has version {version!r}; this jaxbucket reads versions "
             f"{_VERSIONS[0]} to {_VERSIONS[-1]}. {_REMEDY}"
+        )
+    known = ("format", "version", *names)
+    if unknown := [name for name in fields if name not in known]:
+        raise ValueError(
+            f"The plan has the unknown fields {unknown}. Correct their names, which "
+            f"are among {list(known)}, or remove them."
         )
     absent = {name for name in _OPTIONAL if name not in fields}
     if version == 1:

@@ -10,6 +10,8 @@ Overlong: TypeAlias = Literal["error", "drop", "truncate", "truncate_left", "spl
 Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
+# The policies for examples with several sequences, which are not split.
+OVERLONG_SEVERAL = tuple(policy for policy in OVERLONG if policy != "split")
 # The policies that shorten an example: its beginning or its end is kept.
 TRUNCATING: tuple[Overlong, ...] = ("truncate", "truncate_left")
 GROUPS: tuple[str, ...] = get_args(Group)

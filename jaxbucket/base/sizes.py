@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 from jaxbucket.base.checks import check_positive
@@ -106,6 +106,28 @@ def check_sequence_names(argument: str, values: Mapping[Any, Any]) -> None:
             f"`{argument}` has sequence names that are not strings: {bad_names}. Use "
             "the names of features."
         )
+
+
+def check_same_sequences(
+    argument: str, values: Collection[Any], sequences: Collection[str], others: str
+) -> None:
+    """Raises a ValueError if names are not those of the expected sequences.
+
+    Args:
+      argument: the name of the argument, for messages.
+      values: the names that were given, or a mapping from them.
+      sequences: the names of the expected sequences.
+      others: what has these sequences, and a verb, such as "the plan has".
+    """
+    if set(values) == set(sequences):
+        return
+    missing = [repr(name) for name in sequences if name not in values]
+    verb = "is" if len(missing) == 1 else "are"
+    gap = f": {' and '.join(missing)} {verb} missing" if missing else ""
+    raise ValueError(
+        f"`{argument}` has the sequences {list(values)}, but {others} "
+        f"{list(sequences)}{gap}. Use the same sequences."
+    )
 
 
 def total(size: int | Sizes) -> int:

@@ -8,6 +8,7 @@ import click
 
 from jaxbucket.cli.analyze import analyze
 from jaxbucket.cli.compare import compare
+from jaxbucket.cli.flags import with_flags
 from jaxbucket.cli.measure import measure
 from jaxbucket.cli.plan import plan
 from jaxbucket.cli.precompile import precompile
@@ -24,7 +25,8 @@ class _Group(click.Group):
             # The reader has ended, as after `| head`. click exits without a message.
             raise
         except (ValueError, OSError) as error:
-            raise click.ClickException(str(error)) from None
+            command = self.commands.get(ctx.invoked_subcommand or "", self)
+            raise click.ClickException(with_flags(str(error), command)) from None
         except MemoryError as error:
             raise click.ClickException(
                 f"There is not enough memory: {error or 'none is left'}. Run this on a "

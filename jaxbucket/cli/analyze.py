@@ -18,6 +18,8 @@ from jaxbucket.data.lengths.values import short_repr
 from jaxbucket.data.source import Source
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from jaxbucket.base.process_group import ProcessGroup
     from jaxbucket.cli.metrics import NamedMetric
     from jaxbucket.schedule.difficulty_index import DifficultyIndex
@@ -133,20 +135,12 @@ def _write_indexes(
     processes: ProcessGroup,
 ) -> dict[str, DifficultyIndex]:
     """Measures all metrics and writes the index of each, in all processes together."""
-    from jaxbucket.data.lengths.difficulty import measure_difficulty
     from jaxbucket.sharding import data_mesh
     from jaxbucket.sort.difficulty import write_difficulty_index
 
-    shares = measure_difficulty(
-        source,
-        {name: metric.function for name, metric in metrics.items()},
-        dtype={name: metric.dtype for name, metric in metrics.items()},
-        num_workers=num_workers,
-        cache=folder / _CACHE,
-        cache_key={name: f"{name} {metric.key}" for name, metric in metrics.items()},
-        processes=processes,
-        progress=processes.index == 0,
-    )
+    # Before measuring, which may take hours.
+    _check_folders([folder / name for name in metrics])
+    shares = _measure(source, metrics, folder / _CACHE, num_workers, processes)
     write = bar_if_slow("Sorting")(write_difficulty_index)
     indexes = {
         name: write(
@@ -163,6 +157,53 @@ def _write_indexes(
     if processes.index == 0:
         shutil.rmtree(folder / _CACHE, ignore_errors=True)
     return indexes
+
+
+def _check_folders(folders: list[pathlib.Path]) -> None:
+    """Raises a ValueError if a folder of an index holds anything else."""
+    from jaxbucket.sort.difficulty import is_free, is_index
+
+    for folder in folders:
+        if not (is_free(folder) or is_index(folder)):
+            raise ValueError(
+                f"`--output {folder.parent}`: {folder} exists but is not an index. "
+                "Delete it, or pass a different folder."
+            )
+
+
+def _measure(
+    source: Source,
+    metrics: Mapping[str, NamedMetric],
+    cache: pathlib.Path,
+    num_workers: int,
+    processes: ProcessGroup,
+) -> dict[str, np.ndarray]:
+    """Returns the values of each metric in this process's share of the source.
+
+    Raises:
+      ValueError: if an example has no value, or a worker process ends.
+    """
+    from jaxbucket.data.lengths.difficulty import measure_difficulty
+    from jaxbucket.data.lengths.parallel_pass import WorkerDied
+
+    try:
+        return measure_difficulty(
+            source,
+            {name: metric.function for name, metric in metrics.items()},
+            dtype={name: metric.dtype for name, metric in metrics.items()},
+            num_workers=num_workers,
+            cache=cache,
+            cache_key={name: f"{name} {x.key}" for name, x in metrics.items()},
+            processes=processes,
+            progress=processes.index == 0,
+        )
+    except WorkerDied:
+        raise ValueError(
+            "A worker process died, possibly for lack of memory. Run the command again "
+            "to continue where it stopped, with fewer `--num-workers`."
+        ) from None
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _show(

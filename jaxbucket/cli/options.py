@@ -17,6 +17,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.policies import OVERLONG
 from jaxbucket.base.ratio import MaxRatio
+from jaxbucket.cli.per_column import PerColumn
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.limits import Budget, Limits, costed
 
@@ -29,25 +30,7 @@ _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _RATE = click.FloatRange(min=0, min_open=True)
 
 
-class _PerColumn(click.ParamType):
-    """A number, or one for each of several columns: source=512,target=128."""
-
-    def __init__(self, number: click.ParamType):
-        self.name = number.name
-        self._number = number
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        number: Any = functools.partial(self._number.convert, param=param, ctx=ctx)
-        if not isinstance(value, str) or "=" not in value:
-            return number(value)
-        parts = [part.partition("=") for part in value.split(",")]
-        sizes = {name.strip(): number(size) for name, _, size in parts}
-        if len(sizes) < len(parts):
-            self.fail(f"{value!r} names a column twice.", param, ctx)
-        return sizes
-
-
-_SIZE = _PerColumn(click.IntRange(min=1))
+_SIZE = PerColumn(click.IntRange(min=1))
 
 
 def _check_unit(_: click.Context, __: click.Parameter, unit: str) -> str:
@@ -76,9 +59,11 @@ _OPTIONS = [
     click.option(
         "--max-tokens",
         metavar="TOKENS",
+        type=PerColumn(POSITIVE, click.STRING),
         help="Maximum B * T, including padding: one number, one per boundary (for "
         "example 65536,32768), or a function of T as module:function. With several "
-        "columns, T is the sum over all of them.",
+        "columns, T is the sum over all of them; or pass one number for each, as in "
+        "source=32768,target=16384.",
     ),
     click.option(
         "--batch-size-multiple",
@@ -114,15 +99,16 @@ _OPTIONS = [
     ),
     click.option(
         "--overlong",
-        type=click.Choice(OVERLONG),
+        type=PerColumn(click.Choice(OVERLONG)),
         default="error",
         help="What to do with examples longer than the last bucket; truncate keeps "
-        "their first tokens, and truncate_left the last.",
+        "their first tokens, and truncate_left the last. With several columns, one "
+        "choice for all or one for each, as in source=drop,target=truncate.",
     ),
     click.option(
         "--max-ratio",
         metavar="RATIO",
-        type=_PerColumn(_RATE),
+        type=PerColumn(_RATE),
         help="With several columns, leave out examples in which one is more than this "
         "many times as long as another: one number for all pairs, or one for some, as "
         "in source/target=2.5,target/source=4.",
@@ -166,7 +152,8 @@ class ShapeOptions:
     """The values of the options. Files and functions are loaded on first use.
 
     Attributes:
-      limit_values: the fields of `Limits` except `cost_fn`; `max_tokens` is a string.
+      limit_values: the fields of `Limits` except `cost_fn`, or a dict of values by
+        column; `max_tokens` is a string, or such a dict.
       cost_values: the arguments of `_cost_fn`.
       max_ratio: the field of `SequenceLimits`.
     """
@@ -185,18 +172,19 @@ class ShapeOptions:
         return Limits(**values, cost_fn=self.cost_fn)
 
     @property
-    def max_tokens(self) -> Budget:
+    def max_tokens(self) -> Budget | dict[str, int]:
         """The value of `--max-tokens`.
 
         Raises:
           ValueError: if it is missing, or `token_budget` raises it.
         """
-        if self.limit_values["max_tokens"] is None:
+        budget = self.limit_values["max_tokens"]
+        if budget is None:
             raise ValueError(
                 "`--max-tokens` is missing. Pass the maximum B * T, for example "
                 "`--max-tokens 65536`."
             )
-        return token_budget(self.limit_values["max_tokens"])
+        return budget if isinstance(budget, dict) else token_budget(budget)
 
     def check_one_length(self) -> None:
         """Raises a ValueError for limits that require several columns."""
@@ -209,7 +197,7 @@ class ShapeOptions:
             if isinstance(value, dict):
                 raise ValueError(
                     f"`--{name.replace('_', '-')}` has a value for each of several "
-                    "columns. Pass one number, or each `--column`."
+                    "columns. Pass one value, or each `--column`."
                 )
 
     @functools.cached_property

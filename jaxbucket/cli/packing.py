@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import Lengths
-from jaxbucket.cli.options import ShapeOptions, token_budget
+from jaxbucket.cli.options import ShapeOptions
 from jaxbucket.packing.packed_plan import Pack, PackedPlan
 from jaxbucket.packing.planner import plan_packing
 from jaxbucket.packing.rows import pack
@@ -57,7 +57,7 @@ def _unsupported(shape: ShapeOptions) -> list[str]:
     values = shape.limit_values
     names = ("min_batch_size", "max_batch_size", "accumulate")
     used = [f"--{x.replace('_', '-')}" for x in names if values[x] not in (None, 1)]
-    if isinstance(token_budget(values["max_tokens"] or "0"), list):
+    if values["max_tokens"] and isinstance(shape.max_tokens, list):
         used.append(f"--max-tokens {values['max_tokens']}")
     return used
 

@@ -45,8 +45,8 @@ def kept_lengths(
     kept = plan.kept_lengths(lengths)
     if not len(kept):
         raise ValueError(
-            f"`overlong={overlong!r}` and `max_ratio={max_ratio}` leave out every "
-            f"example. Raise `max_seq_len={max_seq_len}`."
+            f"`overlong={overlong!r}` and `max_ratio={max_ratio!r}` leave out every "
+            f"example. Raise `max_seq_len={max_seq_len!r}`."
         )
     if not plan.sequences:
         return kept

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxbucket.base.checks import check_positive
+from jaxbucket.plan.two_lengths import two_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,16 +71,7 @@ class AreaBudget:
 
 
 def _area(sequences: AreaCost | AreaBudget, seq_lens: Mapping[str, int]) -> int:
-    """Returns H * W.
-
-    Raises:
-      ValueError: if the examples do not have both sequences.
-    """
+    """Returns H * W."""
     names = (sequences.height, sequences.width)
-    known = sorted(seq_lens) if isinstance(seq_lens, Mapping) else []
-    if len(set(names).intersection(known)) < 2:
-        raise ValueError(
-            f"`{type(sequences).__name__}` requires the sequences {list(names)}, but "
-            f"examples have {known}. Pass the names of two sequences"
-        )
-    return seq_lens[names[0]] * seq_lens[names[1]]
+    height, width = two_lengths(sequences, names, seq_lens)
+    return height * width

@@ -185,6 +185,11 @@ class StepTime:
             check_number(f"measured[{shape}]", seconds)
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
+        if isinstance(seq_len, Mapping):
+            raise ValueError(
+                "`StepTime` requires examples with one length. Use "
+                "`EncoderDecoderCost` or your own function"
+            )
         known = self.measured.get((batch_size, seq_len))
         if known is not None:
             return known

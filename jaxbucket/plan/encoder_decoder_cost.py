@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxbucket.plan.costs import FlopCost
+from jaxbucket.plan.two_lengths import two_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class EncoderDecoderCost(FlopCost):
                 "`EncoderDecoderCost` requires examples with several sequences. Use "
                 "`TransformerCost` or your own function"
             )
-        s, t = seq_lens[self.source], seq_lens[self.target]
+        s, t = two_lengths(self, (self.source, self.target), seq_lens)
         dense = 72 * (s + t) + 12 * (s + t)
         attention = 12 * (s * s + t * t + s * t)
         layers = self.depth * self.width * (self.width * dense + attention)

@@ -358,6 +358,6 @@ def call_user_function(name: str, function: Callable[..., Any], *args: Any) -> A
         return function(*args)
     except Exception as error:
         raise ValueError(
-            f"`{name}({', '.join(map(str, args))})` raised {type(error).__name__}: "
+            f"`{name}({', '.join(map(repr, args))})` raised {type(error).__name__}: "
             f"{error}. Fix the function."
         ) from error

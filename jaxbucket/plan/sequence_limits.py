@@ -18,11 +18,12 @@ from jaxbucket.base.checks import (
     check_positive,
     overlong_message,
 )
-from jaxbucket.base.policies import OVERLONG, TRUNCATING, Overlong
+from jaxbucket.base.policies import OVERLONG_SEVERAL, TRUNCATING, Overlong
 from jaxbucket.base.ratio import MaxRatio, checked_ratio, within_ratio
 from jaxbucket.base.sizes import (
     PerSequence,
     Sizes,
+    check_same_sequences,
     check_sequence_names,
     checked_size,
 )
@@ -122,17 +123,12 @@ class SequenceLimits:
         object.__setattr__(self, name, value)
 
     def _checked(self, name: str, value: Any) -> int | Sizes:
-        size = checked_size(name, value)
-        if isinstance(size, Sizes):
-            self._check_names(name, size)
-        return size
+        if isinstance(value, Mapping):
+            self._check_names(name, value)
+        return checked_size(name, value)
 
     def _check_names(self, argument: str, values: Mapping[str, Any]) -> None:
-        if set(values) != set(self.sequences):
-            raise ValueError(
-                f"`{argument}` has the sequences {sorted(values)}, but the lengths "
-                f"have {list(self.sequences)}. Pass one value for each."
-            )
+        check_same_sequences(argument, values, self.sequences, "the lengths have")
 
     def _check_overlong(self) -> None:
         policies = self.overlong
@@ -141,9 +137,9 @@ class SequenceLimits:
             self._set("overlong", PerSequence(policies, "overlong"))
         else:
             policies = {"": policies}
-        choices = [policy for policy in OVERLONG if policy != "split"]
         for name, policy in policies.items():
-            check_choice(f"overlong[{name!r}]" if name else "overlong", policy, choices)
+            argument = f"overlong[{name!r}]" if name else "overlong"
+            check_choice(argument, policy, OVERLONG_SEVERAL)
 
     def _each(self, value: Any) -> dict[str, Any] | None:
         """Returns the value of each sequence; None for None."""
@@ -196,7 +192,7 @@ class SequenceLimits:
         lengths = lengths[within_ratio(lengths, self.sequences, self.max_ratio)]
         if not len(lengths):
             raise ValueError(
-                f"`max_ratio={self.max_ratio}` leaves out every example. Raise it."
+                f"`max_ratio={self.max_ratio!r}` leaves out every example. Raise it."
             )
         longest = np.minimum(self.max_seq_lens(lengths), MAX_LENGTH)
         policies = self._each(self.overlong) or {}
@@ -212,7 +208,7 @@ class SequenceLimits:
         if not is_kept.any():
             raise ValueError(
                 f"Every example has a sequence longer than `max_seq_len="
-                f"{self.max_seq_len}`, and `overlong='drop'` leaves all of them out. "
+                f"{self.max_seq_len!r}`, and `overlong='drop'` leaves all of them out. "
                 "Raise `max_seq_len`."
             )
         return np.minimum(lengths[is_kept], longest.astype(lengths.dtype))
@@ -239,7 +235,8 @@ class SequenceLimits:
             return budget // totals
         budgets = [
             check_positive(
-                f"max_tokens({sizes})", call_user_function("max_tokens", budget, sizes)
+                f"max_tokens({sizes!r})",
+                call_user_function("max_tokens", budget, sizes),
             )
             for sizes in self._sizes(seq_lens)
         ]
@@ -302,7 +299,7 @@ class SequenceLimits:
             name = "min_batch_size" if least > multiple else "batch_size_multiple"
             lower = f"`{name}={getattr(self, name)}` or {lower}"
         raise ValueError(
-            f"`max_tokens={budget}` does not hold {least} "
+            f"`max_tokens={budget!r}` does not hold {least} "
             f"{'row' if least == 1 else 'rows'} of `seq_len={shape!r}`. Raise "
             f"`max_tokens`{needed}, or lower {lower}."
         )

@@ -236,15 +236,25 @@ def _exists_for_all(
     )
 
 
+def is_free(folder: pathlib.Path) -> bool:
+    """Returns whether an index can be written to a folder: it is missing or empty."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
+def is_index(folder: pathlib.Path) -> bool:
+    """Returns whether a folder holds an index."""
+    return (folder / METADATA).exists()
+
+
 def _exists(folder: pathlib.Path, metadata: IndexMetadata) -> bool:
     """Returns whether the folder holds this index; an empty folder does not.
 
     Raises:
       ValueError: if the folder holds something else.
     """
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    if is_free(folder):
         return False
-    if not (folder / METADATA).exists():
+    if not is_index(folder):
         raise ValueError(
             f"`folder={str(folder)!r}` exists but is not an index. Pass a different "
             "folder."

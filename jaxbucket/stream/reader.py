@@ -189,7 +189,7 @@ class StreamReader:
                 f"Epoch {self._epoch} of the stream has no example, or none that is "
                 "kept, so there is nothing to train on. Check its source, its filters "
                 f"`overlong={self.limits.overlong!r}` and "
-                f"`max_ratio={self.limits.max_ratio}`."
+                f"`max_ratio={self.limits.max_ratio!r}`."
             )
         if self.num_epochs is not None and self._epoch + 1 >= self.num_epochs:
             self.ended = True

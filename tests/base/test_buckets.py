@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
+from jaxbucket.base.sizes import Sizes
 
 PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
+PAIRS = BucketPlan((Bucket(8, {"a": 4, "b": 8}),), max_tokens=128)
 
 # Name -> lengths and the error message.
 BAD_LENGTHS = {
@@ -126,6 +128,16 @@ def test_an_invalid_plan_is_refused(changes, message):
         dataclasses.replace(PLAN, **changes)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_tokens": {"a": 9, "b": 9}}, {"overlong": {"a": "drop", "b": "drop"}}],
+)
+def test_a_plan_of_one_sequence_takes_no_mappings(changes):
+    message = r"`\w+=\{'a': .*\}` is a mapping, but the buckets have one sequence. Pass"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(PLAN, **changes)
+
+
 def test_a_plan_with_too_many_shapes_for_int16_is_refused():
     buckets = [Bucket(1, length) for length in range(1, 2**15 + 1)]
     plan = BucketPlan(buckets[:-1], max_tokens=2**15)
@@ -138,6 +150,15 @@ def test_the_remedy_for_a_bucket_over_budget_works():
     with pytest.raises(ValueError, match="Lower its `batch_size` to 7"):
         BucketPlan((Bucket(8, 128),), max_tokens=1000)
     BucketPlan((Bucket(7, 128),), max_tokens=1000)
+
+
+def test_a_budget_below_the_smallest_batch_size_has_another_remedy():
+    message = "than `max_tokens=500`. Lower its `seq_len`, or raise `max_tokens`."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BucketPlan((Bucket(8, 128),), max_tokens=500, batch_size_multiple=4)
+    message = "`max_tokens['b']=1`. Lower its `seq_len`, or raise `max_tokens['b']`."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BucketPlan(PAIRS.buckets, max_tokens=Sizes({"a": 99, "b": 1}))
 
 
 def test_from_json_inverts_to_json(problem):
@@ -180,6 +201,33 @@ def test_equal_policies_of_all_sequences_are_one_policy():
     assert BucketPlan.from_json(plans[1].to_json()) == plans[0]
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": {"a": 99}}, "`max_tokens` has the sequences ['a'], but the fi"),
+        ({"seq_len_multiple": {"b": 1}}, "bucket has ['a', 'b']: 'a' is missing. Use "),
+        ({"overlong": {"a": "drop"}}, "`overlong` has the sequences ['a'], but the fi"),
+        ({"overlong": "cut"}, "'error', 'drop', 'truncate' or 'truncate_left'."),
+        ({"overlong": {"a": "cut", "b": "drop"}}, "'truncate' or 'truncate_left'."),
+        ({"overlong": "split"}, "`overlong='split'` requires examples with one seque"),
+    ],
+)
+def test_fields_that_do_not_fit_several_sequences_are_refused(fields, message):
+    text = json.dumps({**json.loads(PAIRS.to_json()), **fields})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        BucketPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "gap"),
+    [({"a": [1]}, "'b' is missing"), ({}, "'a' and 'b' are missing")],
+)
+def test_forgotten_sequences_are_named(lengths, gap):
+    message = f"`lengths` has the sequences {list(lengths)}, but the plan has ['a', 'b"
+    with pytest.raises(ValueError, match=f"{re.escape(message)}'.*: {gap}"):
+        PAIRS.assign(lengths)
+
+
 def test_every_truncated_json_is_refused():
     text = PLAN.to_json()
     for size in range(len(text)):
@@ -201,6 +249,12 @@ def edited(**changes) -> str:
 def test_json_of_an_unknown_version_is_refused():
     with pytest.raises(ValueError, match="version 4; this jaxbucket reads versions 1"):
         BucketPlan.from_json(edited(version=4))
+
+
+def test_json_with_an_unknown_field_is_refused():
+    message = r"unknown fields \['max_ratios'\]. Correct .* 'packed', 'max_ratio'\]"
+    with pytest.raises(ValueError, match=message):
+        BucketPlan.from_json(edited(max_ratios=2))
 
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import sys
 
 import matplotlib.image
@@ -16,6 +17,7 @@ from jaxbucket.cli import main
 from jaxbucket.cli.metric_report import MetricSummary, _formatted
 
 MODULE = """
+import os
 import numpy as np
 import jaxbucket as jb
 
@@ -37,6 +39,15 @@ commonest = jb.data.AccumulatedMetric(
     lambda x, counts: counts[x["tokens"]].max(),
     9,
 )
+
+def nan(example):
+    return float("nan")
+
+def die(example):
+    os._exit(1)
+
+def leave(example):
+    raise SystemExit(3)
 
 def failing():
     raise OSError("no data")
@@ -136,22 +147,55 @@ def test_an_index_of_one_example_has_percentiles(tmp_path):
 
 def test_a_failed_run_continues_unless_its_module_is_edited(folder, monkeypatch):
     metrics = ("--metric", "length", "--metric", TOTAL, "-o", "out")
-    blocked = folder / "out" / "total"
-    blocked.mkdir(parents=True)
-    (blocked / "file").touch()
+    other = folder / "out" / "total"
+    jb.sort.write_difficulty_index(other, [0.5], jb.data_mesh())
     for number, count in ((40, 2), (40, 2), (41, 3)):
         (folder / "analyzed.py").write_text(MODULE.replace("2**40", f"2**{number}"))
         monkeypatch.delitem(sys.modules, "analyzed", raising=False)
         importlib.invalidate_caches()
-        assert "exists but is not an index" in run(SOURCE, *metrics, code=1)
+        assert "an index of different difficulties" in run(SOURCE, *metrics, code=1)
         assert len(list((folder / "out" / ".measured").iterdir())) == count
-    (blocked / "file").unlink()
+    shutil.rmtree(other)
     run(SOURCE, *metrics)
     assert sorted(os.listdir("out")) == ["length", "total"]
     # The same metrics are measured again, and the indexes found.
     run(SOURCE, *metrics)
     index = jb.schedule.DifficultyIndex("out/total")
     assert index.difficulty.min() >= 2**41
+
+
+def test_a_folder_of_other_files_is_refused_before_measuring(folder):
+    (folder / "out" / "total").mkdir(parents=True)
+    (folder / "out" / "total" / "file").touch()
+    output = run(SOURCE, "--metric", "length", "--metric", TOTAL, "-o", "out", code=1)
+    assert "Error: `--output out`: out/total exists but is not an index. De" in output
+    assert os.listdir("out") == ["total"]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "die",
+            "A worker process died, possibly for lack of memory. Run the comm",
+        ),
+        ("leave", "The source or the function exited a worker: SystemExit(3)."),
+    ],
+)
+def test_the_end_of_a_worker_is_reported_in_one_line(folder, function, message):
+    metric = ("--metric", f"total=analyzed:{function}")
+    output = run(SOURCE, *metric, "-o", "out", "--num-workers", 1, code=1)
+    assert output.startswith(f"Error: {message}") and output.count("\n") == 1
+
+
+def test_measure_reports_a_dead_worker_in_one_line(folder):
+    words = ["measure", SOURCE, "--length-fn", "analyzed:die", "--num-workers", "1"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    message = (
+        "Error: `analyzed:train`: a worker process died, possibly for lack of memor"
+    )
+    assert result.output.startswith(message) and "`--num-workers`" in result.output
 
 
 @pytest.mark.parametrize(
@@ -176,8 +220,9 @@ def test_a_failed_run_continues_unless_its_module_is_edited(folder, monkeypatch)
         (["--metric", "a=analyzed:b"], "`analyzed:b`: analyzed has no 'b'. Choose one"),
         (
             ["--metric", "length=words"],
-            "`source[0]`, metric 'length': `sequences=['words']`: ['words'] are not ar",
+            "`source[0]`, metric 'length': `--metric length=words`: ['words'] are not ",
         ),
+        (["--metric", "late=analyzed:nan"], "the example, or fix `--metric late`."),
         (["--metric", TOTAL, "--plot", "x.bmp"], "`--plot x.bmp` has an unknown suffi"),
         (["--metric", TOTAL, "--plot", "a/x.png"], "the folder a does not exist."),
     ],

@@ -201,7 +201,7 @@ def test_planning_does_not_import_jax(files):
         (b"\xff\xfe", "x.txt", "`x.txt`, line 1 is not UTF-8 text"),
         (b"", "x.txt", "`x.txt` is empty. Pass a file with at"),
         (b"3\n0\n", "x.txt", "`x.txt`, line 2: the length is 0, but it must be from"),
-        (b"9\n500\n", "x.txt", "`max_tokens=64` holds 0 rows of `seq_len=500`"),
+        (b"9\n500\n", "x.txt", "`--max-tokens 64` holds 0 rows of `seq_len=500`"),
     ],
 )
 def test_invalid_lengths_are_refused(files, content, name, message):
@@ -468,15 +468,15 @@ def test_compare_has_the_numbers_of_compare_plans(files):
     ("options", "message"),
     [
         ((), "`--max-tokens` is missing"),
-        (("--max-tokens", 0), "`max_tokens=0` must be a positive integer"),
+        (("--max-tokens", 0), "`--max-tokens 0` must be a positive integer"),
         (
             ("--max-tokens", "many"),
             "`--max-tokens many` is neither an integer nor a function",
         ),
-        (("--max-tokens", "9,8"), "`max_tokens` has 2 budgets, one for each bucket"),
+        (("--max-tokens", "9,8"), "`--max-tokens` has 2 budgets, one for each bucket"),
         (
             ("--max-tokens", "8192,8192", "--boundaries", "512"),
-            "`max_tokens` has 2 budgets for 1 boundaries. Pass one for each",
+            "`--max-tokens` has 2 budgets for 1 boundaries. Pass one for each",
         ),
         (
             ("--max-tokens", "48,000"),
@@ -489,13 +489,13 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         (("--max-tokens", "48e3"), "`--max-tokens 48e3` is neither an integer nor a"),
         (
             ("--max-tokens", 600, "--seq-len-multiple", 16, "--min-batch-size", 2),
-            "`max_tokens=600` holds 1 row of `seq_len=512` (the longest length, 499, "
-            "rounded up to a multiple of 16), fewer than `min_batch_size=2`. Raise",
+            "`--max-tokens 600` holds 1 row of `seq_len=512` (the longest length, 499, "
+            "rounded up to a multiple of 16), fewer than `--min-batch-size 2`. Raise",
         ),
         (("--max-tokens", "m:f"), "`m:f`: "),
-        ((*OPTIONS, "--boundaries", "even"), "`boundaries='even'`: choose one of"),
-        ((*BUDGET, "--boundaries", "512,64"), "`boundaries` has 64 after 512."),
-        ((*BUDGET, "--boundaries", "64,64,512"), "`boundaries` has 64 after 64."),
+        ((*OPTIONS, "--boundaries", "even"), "`--boundaries even`: choose one of"),
+        ((*BUDGET, "--boundaries", "512,64"), "`--boundaries` has 64 after 512."),
+        ((*BUDGET, "--boundaries", "64,64,512"), "`--boundaries` has 64 after 64."),
         (
             ("--shapes", "8*512"),
             "`--shapes 8*512` is not a list of B x T. Pass shapes such as 32x",
@@ -505,19 +505,22 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         (("--shapes", "8x100"), "is beyond the last bucket, `seq_len=100`"),
         (
             ("--shapes", "8x512", "--max-tokens", 1024),
-            "Bucket [8, 512] holds 4096 tokens, more than `max_tokens=1024`",
+            "Bucket [8, 512] holds 4096 tokens, more than `--max-tokens 1024`",
         ),
         ((*OPTIONS, "--num-buckets", "few"), "`--num-buckets few` is not a positive"),
         ((*OPTIONS, "--num-buckets", "0"), "`--num-buckets 0` is not a positive int"),
-        (AUTO, "`compile_seconds` is missing. Pass the time to compile one shape"),
+        (AUTO, "`--compile-seconds` is missing. Pass the time to compile one shape"),
         (
             (*OPTIONS, "--num-buckets", "auto", "--compile-seconds", 3),
             "counts tokens, but compile time is measured in seconds",
         ),
-        ((*AUTO, "--compile-seconds", -1), "`compile_seconds=-1.0` must be a positive"),
+        (
+            (*AUTO, "--compile-seconds", -1),
+            "`--compile-seconds -1.0` must be a pos",
+        ),
         (
             (*AUTO, "--compile-seconds", 1, "--num-epochs", "nan"),
-            "`num_epochs=nan` must be a positive, finite number",
+            "`--num-epochs nan` must be a positive, finite number",
         ),
         (
             (*AUTO, "--boundaries", "quantile"),
@@ -570,12 +573,12 @@ def test_compare_has_the_numbers_of_compare_plans(files):
         ((*OPTIONS, "--step-times", "none.json"), "`seconds` is empty"),
         (
             ("--max-tokens", 4096, "--min-batch-size", 9),
-            "`max_tokens=4096` holds 8 rows of `seq_len=499`, fewer than "
-            "`min_batch_size=9`. Raise `max_tokens` to 4491",
+            "`--max-tokens 4096` holds 8 rows of `seq_len=499`, fewer than "
+            "`--min-batch-size 9`. Raise `--max-tokens` to 4491",
         ),
         (
             (*OPTIONS, "--batch-size-multiple", 4, "--max-batch-size", 3),
-            "`max_batch_size=3` is less than `batch_size_multiple=4`",
+            "`--max-batch-size 3` is less than `--batch-size-multiple 4`",
         ),
     ],
 )
@@ -601,7 +604,7 @@ def test_compare_refuses_invalid_plans_and_options(files):
     )
     assert "`--max-tokens` is missing" in refused("compare", "lengths.npy")
     output = refused("compare", *options, "--remainder", "drop")
-    assert "`remainder='drop'` leaves out different examples" in output
+    assert "`--remainder drop` leaves out different examples" in output
     (files / "optimal").write_text(PLAN.to_json())
     output = refused("compare", *options, "--plan", "optimal")
     assert "`others` has a plan 'optimal', which is the name of a rule." in output
@@ -995,7 +998,7 @@ def test_arrays_of_python_objects_are_refused(files, name):
 
 def test_compare_refuses_invalid_boundaries(files):
     output = refused("compare", "lengths.npy", *OPTIONS[:4], "--boundaries", "0,512")
-    assert "`boundaries` has 0 after 0. Pass increasing multiples" in output
+    assert "`--boundaries` has 0 after 0. Pass increasing multiples" in output
 
 
 def test_too_many_chunks_for_the_memory_end_in_a_message(files):

@@ -88,6 +88,15 @@ def test_the_json_has_the_numbers_of_the_joint_plan():
             },
         ),
         (
+            ["--max-tokens", "target=1_000, source=4000", "--max-seq-len", 100]
+            + ["--overlong", "source=drop, target=truncate_left"],
+            {
+                "max_tokens": {"source": 4000, "target": 1000},
+                "max_seq_len": 100,
+                "overlong": {"source": "drop", "target": "truncate_left"},
+            },
+        ),
+        (
             ["--batch-size-multiple", 4, "--accumulate", 2],
             {"batch_size_multiple": 4, "accumulate": 2},
         ),
@@ -96,7 +105,8 @@ def test_the_json_has_the_numbers_of_the_joint_plan():
 def test_every_limit_reaches_the_planner(files, words, options):
     run("plan", "pairs.npz", *OPTIONS, *words, "-o", "plan.json")
     made = jb.BucketPlan.from_json((files / "plan.json").read_text())
-    assert made == jb.plan_buckets(PAIRS, max_tokens=4096, num_buckets=3, **options)
+    options = {"max_tokens": 4096, "num_buckets": 3, **options}
+    assert made == jb.plan_buckets(PAIRS, **options)
 
 
 def test_functions_receive_the_length_of_each_column(files, monkeypatch):
@@ -146,7 +156,10 @@ def test_plans_of_several_columns_are_drawn(files, columns):
         (["--boundaries", "quantile"], "`--boundaries quantile` requires examples wi"),
         (["--boundaries", "quantile"], "Call `jb.plan_buckets` with a list of mappin"),
         (["--shapes", "8x64"], "Call `jb.BucketPlan.from_shapes` with a mapping from"),
-        (["--max-ratio", "source/x=3"], "`max_ratio` has the key 'source/x'. Pass two"),
+        (
+            ["--max-ratio", "source/x=3"],
+            "`--max-ratio` has the key 'source/x'. Pass",
+        ),
         (["--width", 8], "Use `--cost-fn` with a function of B and a mapping from co"),
         (["--depth", 8], "`--depth` requires examples with one length, but `--column"),
         (["--vocab-size", 8], "`--vocab-size` requires examples with one length, but"),
@@ -154,10 +167,16 @@ def test_plans_of_several_columns_are_drawn(files, columns):
         (["--step-times", "pairs.csv"], "names ['source', 'target']. Use `--cost-fn`"),
         (["--block-sparse"], "`--block-sparse` requires `--pack`. Remove it, or add "),
         (["--max-tokens", "10,20"], "`--max-tokens 10,20` is a list of budgets, one "),
-        (["--max-tokens", 20], "'target': 122}`. Raise `max_tokens` to 318, or"),
-        (["--overlong", "split"], "`overlong='split'`: choose 'error', 'drop', 'tru"),
-        (["--max-seq-len", "source=9"], "`max_seq_len` is a mapping with the sequenc"),
-        (["--max-seq-len", "a=9,b=9"], "`max_seq_len` has the sequences ['a', 'b'], "),
+        (["--max-tokens", 20], "'target': 122}`. Raise `--max-tokens` to 318, or"),
+        (["--overlong", "split"], "`--overlong split`: choose 'error', 'drop', 'tru"),
+        (["--overlong", "source=split,target=drop"], "`--overlong source=split`: "),
+        (["--max-seq-len", "source=9"], "but the lengths have ['source', 'target']: '"),
+        (["--max-tokens", "source=9"], "'target' is missing. Use the same sequences."),
+        (["--overlong", "target=drop"], "'source' is missing. Use the same sequences."),
+        (
+            ["--max-seq-len", "a=9,b=9"],
+            "`--max-seq-len` has the sequences ['a', 'b'],",
+        ),
         (["--max-seq-len", 20], "is beyond all buckets, `seq_len['source']=20`"),
         (["--column", "x"], "there is no column 'x' among ['source', 'target', 'othe"),
     ],
@@ -172,9 +191,14 @@ def test_a_missing_budget_is_refused():
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])
-@pytest.mark.parametrize("option", ["--max-seq-len", "--seq-len-multiple"])
+@pytest.mark.parametrize(
+    "option", ["--max-tokens", "--max-seq-len", "--seq-len-multiple", "--overlong"]
+)
 def test_a_value_for_each_column_requires_several(command, option):
-    words = ("--column", "source", "--max-tokens", 4096, option, "source=9,target=8")
+    values = "source=9,target=8"
+    if option == "--overlong":
+        values = "source=drop,target=drop"
+    words = ("--column", "source", "--max-tokens", 4096, option, values)
     message = refused(command, "pairs.npz", *words)
     assert f"`{option}` has a value for each of several columns. Pass one" in message
 
@@ -188,12 +212,39 @@ def test_a_value_for_each_column_requires_several(command, option):
     ],
 )
 def test_a_size_that_is_not_a_positive_integer_is_refused(value, message):
-    assert message in run("plan", "pairs.npz", "--max-seq-len", value, code=2)
+    for option in ("--max-seq-len", "--max-tokens"):
+        assert message in run("plan", "pairs.npz", option, value, code=2)
+
+
+def test_an_unknown_policy_of_a_column_is_refused():
+    policies = ("--overlong", "source=drop,target=cut")
+    message = "'cut' is not one of 'error', 'drop', 'truncate', 'truncate_left'"
+    assert message in run("plan", "pairs.npz", *BOTH, *policies, code=2)
+
+
+def test_packed_rows_follow_the_budget_and_the_policy_of_each_column(files):
+    words = ("--max-tokens", "source=4000,target=1000", "--max-seq-len", 100)
+    words += ("--overlong", "source=drop,target=truncate", "--pack", "always")
+    run("plan", "pairs.npz", *BOTH, *words, "--num-buckets", 2, "-o", "packed.json")
+    plan = jb.BucketPlan.from_json((files / "packed.json").read_text())
+    assert plan.packed and plan.max_tokens == {"source": 4000, "target": 1000}
+    assert plan.overlong == {"source": "drop", "target": "truncate"}
 
 
 def test_a_column_given_twice_is_refused():
     twice = ("--column", "source", "--column", "source")
     assert "'source' is given twice." in run("plan", "pairs.npz", *twice, code=2)
+
+
+@pytest.mark.parametrize(
+    "value, message", [(0, "`lengths[7]=0`"), (2.5, "`lengths[7]=2.5`")]
+)
+def test_an_invalid_length_is_reported_with_its_column(value, message):
+    lengths = PAIRS["target"].astype(float if value else int)
+    lengths[7] = value
+    np.savez("bad.npz", source=SOURCE, target=lengths)
+    message = f"`bad.npz`, column 'target': {message}"
+    assert message in refused("plan", "bad.npz", *OPTIONS)
 
 
 def test_columns_with_different_numbers_of_examples_are_refused():

@@ -1,5 +1,7 @@
 """Plans for examples with several sequences."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -233,9 +235,23 @@ def test_comparing_refuses_plans_of_other_sequences():
             {"max_tokens": {"source": 999, "target": 9}},
             r"does not hold 1 row of .* to \{'source': \d+, 'target': \d+\}",
         ),
-        ({"max_tokens": {"source": 9, "goal": 9}}, r"sequences \['goal', 'source'\]"),
+        (
+            {"max_tokens": {"source": 9, "goal": 9}},
+            r"sequences \['source', 'goal'\], but .*: 'target' is missing",
+        ),
+        ({"max_tokens": {"target": 9}}, "`max_tokens` has .*: 'source' is missing"),
+        ({"max_seq_len": {"target": 9}}, "`max_seq_len` has .*: 'source' is missing"),
+        ({"overlong": {"source": "drop"}}, "`overlong` has .*: 'target' is missing"),
         ({"max_tokens": {"source": 9, "target": 0}}, r"max_tokens\['target'\]=0"),
-        ({"max_tokens": lambda sizes: 0}, r"max_tokens\(source .*\)=0` must be"),
+        ({"max_tokens": lambda sizes: 0}, r"max_tokens\(\{'source': .*\}\)=0` must"),
+        (
+            {"max_tokens": {"source": 9, "target": 99}},
+            r"`max_tokens=\{'source': 9, 'target': 99\}` does not hold 1 row of `seq_l",
+        ),
+        (
+            {"cost_fn": lambda size, seq_lens: 1 / 0},
+            r"`cost_fn\(\d+, \{'source': \d+, 'target': \d+\}\)` raised ZeroDivision",
+        ),
         ({"max_tokens": lambda sizes: 1 / 0}, "raised ZeroDivisionError"),
         ({"cost_fn": lambda size, seq_lens: -1}, "must be a positive, finite number"),
         ({"cost_fn": 3}, "is not a function of"),
@@ -300,8 +316,21 @@ def test_costs_of_transformers_say_how_many_sequences_they_require():
         jb.plan_buckets(pairs["source"], max_tokens=99, cost_fn=cost)
     with pytest.raises(ValueError, match="`TransformerCost` requires examples"):
         jb.plan_buckets(pairs, max_tokens=999, cost_fn=jb.plan.TransformerCost(2, 1))
+    with pytest.raises(ValueError, match="`StepTime` requires examples with one leng"):
+        jb.plan_buckets(pairs, max_tokens=999, cost_fn=jb.plan.StepTime(0.1, 1e-6, 0))
     plans = [
         jb.plan_buckets(pairs, max_tokens=999, num_buckets=3, cost_fn=cost_fn)
         for cost_fn in (None, jb.plan.TokenCost())
     ]
     assert plans[0].buckets == plans[1].buckets
+
+
+@pytest.mark.parametrize("names", [("source", "source"), ("source", "goal")])
+def test_the_cost_of_an_encoder_and_a_decoder_requires_two_known_sequences(names):
+    cost = jb.plan.EncoderDecoderCost(*names, 8, 2)
+    message = (
+        f"`EncoderDecoderCost` requires the sequences {list(names)}, but examples have "
+        "['source', 'target']. Pass the names of two sequences."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.plan_buckets(make_pairs(0), max_tokens=999, cost_fn=cost)

@@ -260,13 +260,13 @@ def test_an_example_that_no_bucket_holds_is_refused():
         (
             [(1, {"a": 2, "b": 2})],
             {"overlong": {"a": "drop", "c": "drop"}},
-            r"`overlong` has the sequences \['a', 'c'\], but the buckets",
+            r"`overlong` has the sequences \['a', 'c'\], but the first .*: 'b' is",
         ),
         (
             [(1, {"a": 9, "b": 2}), (1, {"a": 2, "b": 9})],
             {"overlong": {"a": "drop", "b": "truncate_left"}},
             "`overlong='truncate_left'` requires a last bucket that holds the longest "
-            "sequences, a 9, b 9",
+            r"sequences, \{'a': 9, 'b': 9\}, but it has \{'a': 9, 'b': 2\}",
         ),
     ],
 )

@@ -110,15 +110,22 @@ def _read_numpy(
             f"`{path}` contains lengths, not examples. Remove `--unit` and "
             "`--length-fn`."
         )
-    arrays = _load(path, columns)
+    return [_checked(path, *item) for item in _load(path, columns).items()]
+
+
+def _checked(path: pathlib.Path, column: str, array: np.ndarray) -> np.ndarray:
     try:
-        return [check_lengths(array) for array in arrays]
+        return check_lengths(array)
     except ValueError as error:
-        raise ValueError(f"`{path}`: {error}") from None
+        where = f"`{path}`, column {column!r}" if column else f"`{path}`"
+        raise ValueError(f"{where}: {error}") from None
 
 
-def _load(path: pathlib.Path, columns: Sequence[str]) -> list[np.ndarray]:
-    """Returns the array of a `.npy` file, or the chosen ones of a `.npz` file."""
+def _load(path: pathlib.Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the chosen arrays of a `.npz` file by name, or that of a `.npy` file.
+
+    The array of a `.npy` file has the name "".
+    """
     if not path.stat().st_size:
         raise empty_file_error(path)
     with path.open("rb") as file:
@@ -130,9 +137,9 @@ def _load(path: pathlib.Path, columns: Sequence[str]) -> list[np.ndarray]:
         if isinstance(loaded, np.lib.npyio.NpzFile):
             names = chosen_columns(path, loaded.files, columns)
             with _numpy_errors(path):
-                return [loaded[name] for name in names]
+                return {name: loaded[name] for name in names}
     check_no_columns(columns, f"`{path}` has one array without a name")
-    return [loaded]
+    return {"": loaded}
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from jaxbucket.base.checks import check_lengths
 from jaxbucket.data.example import example_length
 from jaxbucket.data.lengths.files import reading_bar
 from jaxbucket.data.lengths.measure import measure_lengths
+from jaxbucket.data.lengths.parallel_pass import WorkerDied
 from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
 from jaxbucket.data.source import RowSource
 
@@ -115,6 +116,11 @@ def measure_function(
     returned = call_function(name)
     try:
         return _measure_returned(returned, columns, measure or Measure(), num_workers)
+    except WorkerDied:
+        raise ValueError(
+            f"`{name}`: a worker process died, possibly for lack of memory. Run the "
+            "command again, with fewer `--num-workers`."
+        ) from None
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"`{name}`: {error}") from error
     except (Exception, SystemExit) as error:

@@ -41,6 +41,10 @@ def chunks(start: int, stop: int) -> list[Span]:
     return [(x, min(x + _CHUNK, stop)) for x in range(start, stop, _CHUNK)]
 
 
+class WorkerDied(RuntimeError):
+    """A worker process died while it measured examples."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Workers:
     """Processes that measure examples.
@@ -117,7 +121,7 @@ def _in_workers(
         pool.shutdown()
         if any(worker.exitcode == MISSING_GUARD for worker in workers):
             raise RuntimeError(missing_guard_message("measure_lengths(...)")) from None
-        raise RuntimeError(
+        raise WorkerDied(
             "A worker process died, possibly for lack of memory. Run again; with "
             "`cache`, the examples that were already measured are not measured again."
         ) from None

@@ -264,7 +264,7 @@ def test_a_pass_is_resumed_after_a_worker_or_the_parent_is_killed(tmp_path):
     with start(tmp_path, "lost") as run:
         _, error = run.communicate(timeout=200)
     assert run.returncode == 1
-    assert "RuntimeError: A worker process died" in error
+    assert "WorkerDied: A worker process died" in error
     (partial,) = cache.iterdir()
     before = np.load(partial)
     assert np.all((before == LENGTHS) | (before == 0)) and before.any()
