@@ -288,15 +288,18 @@ class BucketPlan:
 
     def _assign_several(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the bucket of each example, `[N]` int16, from `[N, Q]` lengths."""
-        is_within = within_ratio(lengths, self.sequences, self.max_ratio)
-        for column, name in zip(lengths.T, self.sequences, strict=True):
-            longest, used = self.max_seq_lens[name], column * is_within
-            if self.policy(name) == "error" and used.max() > longest:
-                raise ValueError(overlong_message(used, longest, name))
+        is_used = within_ratio(lengths, self.sequences, self.max_ratio)
+        is_over = lengths > self.seq_lens.max(axis=0)
+        policies = np.array([self.policy(name) for name in self.sequences])
+        is_used = is_used & ~is_over[:, policies == "drop"].any(axis=1)
+        for q in np.flatnonzero(policies == "error").tolist():
+            if (is_over[:, q] & is_used).any():
+                name, used = self.sequences[q], lengths[:, q] * is_used
+                raise ValueError(overlong_message(used, self.max_seq_lens[name], name))
         row_costs = self.costs / self.batch_sizes
         index = assignment.cheapest(self.truncated(lengths), self.seq_lens, row_costs)
-        index[~is_within] = -1
-        is_unheld = (index < 0) & is_within
+        index[~is_used] = -1
+        is_unheld = (index < 0) & is_used
         if is_unheld.any() and not self._drops:
             raise ValueError(unheld_message(lengths, is_unheld, self.sequences))
         return index

@@ -27,9 +27,10 @@ class JointPlan:
       plan: the buckets.
       epoch_cost: the cost of an epoch, remainders included.
       lower_bound: the cost of an epoch of any other plan with at most as many buckets
-        is not lower. With more than 65,536 combinations of T, this is about plans whose
-        T are lengths of examples, rounded up to the multiples.
-      proven: whether no other plan within the limits is cheaper.
+        is not lower, if each B is the largest within the limits. With more than 65,536
+        combinations of T, this is about plans whose T are lengths of examples, rounded
+        up to the multiples.
+      proven: whether no other such plan is cheaper.
     """
 
     plan: BucketPlan
@@ -46,8 +47,11 @@ class JointPlan:
     def summary(self) -> str:
         """A sentence on how good the plan is."""
         if self.proven:
-            return "No other plan within the limits is cheaper."
-        return f"No other plan within the limits costs over {self.gap:.1%} less."
+            return "No other plan with the largest B within the limits is cheaper."
+        return (
+            "No other plan with the largest B within the limits costs over "
+            f"{self.gap:.1%} less."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
@@ -71,8 +75,8 @@ def plan_jointly(
       >>> limits = SequenceLimits(sequences=("source", "target"), max_tokens=22)
       >>> best = plan_jointly(lengths, limits, num_buckets=2)
       >>> print(*best.plan.buckets, best.summary)
-      [2, source 3, target 8] [1, source 8, target 8] No other plan within the limits \
-is cheaper.
+      [2, source 3, target 8] [1, source 8, target 8] No other plan with the largest B \
+within the limits is cheaper.
 
     Args:
       lengths: sequence name -> `[N]` integers, one per example.
@@ -133,6 +137,8 @@ def best_shapes(
     # The longest examples need the largest shapes.
     longest = [planned.sum(axis=1).argmax(), *planned.argmax(axis=0)]
     limits.check_shapes(limits.rounded(planned[longest]))
+    if limits.must_hold_all:
+        limits.check_shapes(limits.max_seq_lens(matrix)[None])
     return search_shapes(
         planned,
         num_buckets,

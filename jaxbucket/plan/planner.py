@@ -103,7 +103,8 @@ def plan_buckets(
       seq_len_multiple: every T is a multiple of this number, for example of the tile
         size of the accelerator's matrix unit.
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
-        the longest length, rounded up.
+        the longest length, rounded up. With several sequences and by default, no bucket
+        has to hold the longest lengths of all of them, unless these are truncated.
       min_batch_size: the smallest number of rows in a batch.
       max_batch_size: the largest number of rows in a batch, even if more would fit in
         the budget.

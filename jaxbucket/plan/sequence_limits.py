@@ -55,8 +55,9 @@ class SequenceLimits:
       batch_size_multiple: every B is a multiple of this number.
       seq_len_multiple: every T is a multiple of this number, or of the one of its
         sequence.
-      max_seq_len: the longest T of all sequences, or of each; None for the longest
-        length, rounded up.
+      max_seq_len: the T of the last bucket, one for all sequences or for each. None
+        for the longest lengths, rounded up; then a bucket with all of them is only
+        required to truncate.
       min_batch_size: the smallest number of rows in a batch.
       max_batch_size: the largest number of rows in a batch; None for no limit.
       overlong: what happens to examples with a longer sequence: "error", "drop",
@@ -158,8 +159,11 @@ class SequenceLimits:
     def must_hold_all(self) -> bool:
         """Whether one bucket must hold the longest sequences together.
 
-        Truncation requires it, because it limits each sequence by itself.
+        It is the bucket of `max_seq_len`. Truncation also requires one, because it
+        limits each sequence by itself.
         """
+        if self.max_seq_len is not None:
+            return True
         policies = self._each(self.overlong) or {}
         return any(policy in TRUNCATING for policy in policies.values())
 
@@ -195,23 +199,20 @@ class SequenceLimits:
                 f"`max_ratio={self.max_ratio!r}` leaves out every example. Raise it."
             )
         longest = np.minimum(self.max_seq_lens(lengths), MAX_LENGTH)
-        policies = self._each(self.overlong) or {}
-        is_kept = np.ones(len(lengths), bool)
-        columns = enumerate(policies.items())
-        for column, (name, policy) in columns:
-            is_over = lengths[:, column] > longest[column]
-            if policy == "error" and is_over.any():
-                limit = int(longest[column])
-                raise ValueError(overlong_message(lengths[:, column], limit, name))
-            if policy == "drop":
-                is_kept &= ~is_over
-        if not is_kept.any():
+        policies = np.array(list((self._each(self.overlong) or {}).values()))
+        is_over = lengths > longest
+        is_dropped = is_over[:, policies == "drop"].any(axis=1)
+        if is_dropped.all():
             raise ValueError(
                 f"Every example has a sequence longer than `max_seq_len="
                 f"{self.max_seq_len!r}`, and `overlong='drop'` leaves all of them out. "
                 "Raise `max_seq_len`."
             )
-        return np.minimum(lengths[is_kept], longest.astype(lengths.dtype))
+        for q in np.flatnonzero(policies == "error").tolist():
+            if (is_over[:, q] & ~is_dropped).any():
+                used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
+                raise ValueError(overlong_message(used, int(longest[q]), name))
+        return np.minimum(lengths[~is_dropped], longest.astype(lengths.dtype))
 
     def batch_sizes(self, seq_lens: np.ndarray) -> np.ndarray:
         """Returns the largest B for each shape, `[n]` int64; 0 if no row fits.

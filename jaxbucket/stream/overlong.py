@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
@@ -129,14 +130,18 @@ class LengthLimits:
         return any(all(map(operator.le, lengths, shape)) for shape in self.shapes)
 
     def _truncated(self, lengths: ExampleLengths) -> ExampleLengths:
-        """Returns the lengths after truncation.
+        """Returns the lengths after truncation; the same if the example is dropped.
 
         Raises:
           ValueError: if a sequence is too long under the policy "error".
         """
         kept = list(lengths)
-        for q, longest in enumerate(map(max, zip(*self.shapes, strict=True))):
-            if lengths[q] <= longest:
+        limits = list(map(max, zip(*self.shapes, strict=True)))
+        is_over = list(map(operator.gt, lengths, limits))
+        if "drop" in itertools.compress(self.policies, is_over):
+            return lengths
+        for q, longest in enumerate(limits):
+            if not is_over[q]:
                 continue
             if self.policies[q] == "error":
                 name = self.names[q] if self.names else None

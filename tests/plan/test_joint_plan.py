@@ -99,6 +99,44 @@ def test_too_long_pairs_are_dropped_or_truncated():
     assert cut.buckets[-1].seq_len == {"source": 32, "target": 32}
 
 
+@pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "truncate_left"])
+def test_the_last_bucket_has_the_maximum_t(overlong):
+    pairs = {name: np.minimum(x, 20) for name, x in make_pairs(2).items()}
+    longest = {"source": 32, "target": 40}
+    limits = jb.plan.SequenceLimits(
+        sequences=("source", "target"),
+        max_tokens=1000,
+        max_seq_len=longest,
+        overlong=overlong,
+    )
+    best = jb.plan.plan_jointly(pairs, limits, num_buckets=3)
+    assert best.plan.buckets[-1].seq_len == longest
+    examples = {"source": [32, 30, 1], "target": [40, 2, 39]}
+    assert (best.plan.assign(examples) >= 0).all()
+    message = "does not hold 1 row of .*source.*32.*target.*40"
+    with pytest.raises(ValueError, match=message):
+        jb.plan_buckets(pairs, max_tokens=71, max_seq_len=longest, overlong=overlong)
+
+
+def test_an_example_dropped_for_one_sequence_may_be_too_long_in_another():
+    policies = {"source": "drop", "target": "error"}
+    lengths = {"source": [3, 8, 50, 50], "target": [8, 2, 30, 90]}
+    options = {"max_tokens": 256, "overlong": policies, "num_buckets": 2}
+    longest = {"source": 8, "target": 32}
+    plan = jb.plan_buckets(lengths, max_seq_len=longest, **options)
+    np.testing.assert_array_equal(plan.assign(lengths) >= 0, [True, True, False, False])
+    assert jb.report(plan, lengths).dropped_examples == 2
+    rows = np.concatenate([batch.rows for batch in jb.BatchSchedule(plan, lengths)])
+    assert sorted(rows[rows >= 0]) == [0, 1]
+    lengths["target"][1] = 33
+    for build in (
+        lambda: plan.assign(lengths),
+        lambda: jb.plan_buckets(lengths, max_seq_len=longest, **options),
+    ):
+        with pytest.raises(ValueError, match=re.escape("lengths['target'][1]=33")):
+            build()
+
+
 def test_boundaries_may_be_given():
     pairs = make_pairs(3)
     boundaries = [{"source": 60, "target": 60}, {"source": 30, "target": 30}]

@@ -698,7 +698,7 @@ def dropping(policies) -> jb.BucketPlan:
         ),
         (
             dropping({"source": "drop", "target": "error"}),
-            [99, 9],
+            [3, 9],
             "length 9 of 'target' is beyond all buckets",
         ),
         (
@@ -736,7 +736,11 @@ def test_an_example_without_a_sequence_is_rejected_with_its_index():
 def test_a_stream_without_kept_examples_is_rejected():
     plan = dropping({"source": "drop", "target": "error"})
     dataset = jb.stream_batches(
-        stream(np.array([[9, 3]] * 3)), plan, pool_size=8, sequences=sequences_of(plan)
+        # The second one is also too long in the sequence with the policy "error".
+        stream(np.array([[9, 3], [9, 9], [9, 3]])),
+        plan,
+        pool_size=8,
+        sequences=sequences_of(plan),
     )
     message = "or none that is kept.*`overlong={'source': 'drop', 'target': 'error'}`"
     with pytest.raises(ValueError, match=message):
