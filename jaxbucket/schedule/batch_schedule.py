@@ -17,31 +17,25 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import (
-    check_accumulate,
-    check_choice,
-    check_positive,
-    check_seed,
-)
-from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, any_lengths, total_lengths
+from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
+from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.selection import selected_indices
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import (
-    Report,
-    changed_examples,
-    lag1_autocorrelation,
-    report,
+from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
+from jaxbucket.schedule.balance import (
+    balance_rows,
+    check_num_devices,
+    mean_imbalance,
+    work_of,
 )
-from jaxbucket.schedule.balance import balance_rows, mean_imbalance
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import packed_rows, row_lengths
+from jaxbucket.schedule.packed_rows import packed_report, packed_rows, row_lengths
+from jaxbucket.schedule.subset import check_lengths_of, subset_digest
 
 # Steps of an epoch over which the imbalance is averaged.
 _MAX_STEPS_MEASURED = 4096
@@ -156,7 +150,7 @@ class BatchSchedule(Schedule):
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
                 "it, or use `plan.unpacked` to have one example per row."
             )
-        columns, self.subset = _check_lengths(plan, lengths, subset)
+        columns, self.subset = check_lengths_of(plan, lengths, subset)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -329,12 +323,7 @@ class BatchSchedule(Schedule):
         epoch = dataclasses.replace(epoch, unselected_examples=others)
         rows = self._fixed_rows()
         if self.packing is not None:
-            share = epoch.examples / self.packing.num_rows
-            packed = round(share * self.packing.num_examples)
-            if rows is not None:
-                packed = int(self.packing.row_segments[rows].sum())
-            changes = changed_examples(self.plan, columns)
-            epoch = dataclasses.replace(epoch, packed_examples=packed, **changes)
+            epoch = packed_report(epoch, self.packing, self.plan, columns, rows)
         if rows is None:
             return epoch
         lengths = self._rows.plan.kept_lengths(self._row_lengths[rows])
@@ -363,24 +352,41 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
-        check_positive("num_devices", num_devices)
-        for bucket in self.plan.buckets:
-            if bucket.batch_size % num_devices:
-                raise ValueError(
-                    f"`num_devices={num_devices}` does not divide the batch size of "
-                    f"bucket {bucket}. Plan with `batch_size_multiple={num_devices}`."
-                )
-        work = self._work
+        check_num_devices(self.plan, num_devices)
         first = epoch * len(self)
         steps = range(first, first + min(len(self), _MAX_STEPS_MEASURED))
         batches = (x for step in steps for x in self._micro_batches(step))
-        return mean_imbalance(batches, work, num_devices)
+        return mean_imbalance(batches, self._work, num_devices)
+
+    def device_work(self, step: int, num_devices: int) -> np.ndarray:
+        """Returns the work of each device at a step, `[num_devices]` int64.
+
+        It is counted as in `imbalance`, and added up over the micro-batches. Log it
+        with the metrics of the step.
+
+        Example:
+          >>> from jaxbucket import plan_buckets
+          >>> schedule = BatchSchedule(plan_buckets([8], max_tokens=16), [8, 3])
+          >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
+          [9, 64]
+
+        Args:
+          step: the step, counted over all epochs.
+          num_devices: the number of devices that share the rows of a batch, in order.
+
+        Raises:
+          IndexError: if `step` is negative or before `first_step`.
+          ValueError: if `num_devices` does not divide the batch size of every bucket.
+        """
+        check_num_devices(self.plan, num_devices)
+        work = [work_of(x, self._work) for x in self.micro_batches(step)]
+        return np.sum([x.reshape(num_devices, -1).sum(axis=1) for x in work], axis=0)
 
     @functools.cached_property
     def _work(self) -> np.ndarray:
         """`[N]` int64, the number of query-key pairs of attention in each example."""
-        parts = [self.lengths] if self.parts is None else self.parts.values()
-        return np.sum([np.square(x, dtype=np.int64) for x in parts], axis=0)
+        kept = self.plan.truncated(self.columns).reshape(len(self.lengths), -1)
+        return np.square(kept, dtype=np.int64).sum(axis=1)
 
     def _row_work(self, rows: np.ndarray) -> np.ndarray:
         return np.where(rows == EMPTY_ROW, 0, self._work[rows])
@@ -407,7 +413,7 @@ class BatchSchedule(Schedule):
         if self.packing is not None:
             config["packing"] = self.packing.fingerprint
         if self.subset is not None:
-            config["subset"] = _digest_of(self.subset)
+            config["subset"] = subset_digest(self.subset)
         return config
 
     def _fingerprint_parts(self) -> list[str]:
@@ -424,30 +430,5 @@ class BatchSchedule(Schedule):
         if self.packing is not None:
             parts += ["packing", self.packing.fingerprint]
         if self.subset is not None:
-            parts += ["subset", _digest_of(self.subset)]
+            parts += ["subset", subset_digest(self.subset)]
         return parts
-
-
-def _check_lengths(
-    plan: BucketPlan, lengths: Lengths, subset: ArrayLike | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None."""
-    if subset is None:
-        return plan.check(lengths), None
-    columns = any_lengths(lengths, plan.sequences)
-    indices = selected_indices("subset", subset, len(columns))
-    is_selected = np.zeros(len(columns), bool)
-    is_selected[indices] = True
-    if np.count_nonzero(is_selected) < len(indices):
-        raise ValueError(
-            "`subset` has an index twice. Pass different ones, because an epoch has "
-            "each example once."
-        )
-    # The plan has to hold only these. Every plan holds a length of 1.
-    mask = is_selected if columns.ndim == 1 else is_selected[:, None]
-    plan.check(np.where(mask, columns, np.ones_like(columns, shape=())))
-    return columns, is_selected
-
-
-def _digest_of(subset: np.ndarray) -> str:
-    return digest(np.packbits(subset).data)

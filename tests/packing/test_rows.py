@@ -443,6 +443,35 @@ def test_schedules_balance_work_over_devices():
     assert jb.BatchSchedule(schedule.plan, lengths).imbalance(2) > 1
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_work_of_devices_is_that_of_their_truncated_examples(accumulate):
+    rng = np.random.default_rng(0)
+    lengths = {name: rng.integers(1, 60, 300) for name in ("source", "target")}
+    plan = jb.plan_buckets(
+        lengths,
+        max_tokens=640,
+        max_seq_len=40,
+        num_buckets=3,
+        batch_size_multiple=4,
+        overlong="truncate",
+    )
+    schedule = jb.BatchSchedule(plan, lengths, accumulate=accumulate, balance=True)
+    ratios = []
+    for step in range(len(schedule)):
+        expected = np.zeros((accumulate, 4), np.int64)
+        for batch, devices in zip(schedule.micro_batches(step), expected, strict=True):
+            for device, rows in enumerate(batch.rows.reshape(4, -1)):
+                for row in rows[rows >= 0]:
+                    sizes = (min(40, int(x[row])) for x in lengths.values())
+                    devices[device] += sum(size**2 for size in sizes)
+        work = schedule.device_work(step, num_devices=4)
+        np.testing.assert_array_equal(work, expected.sum(axis=0))
+        ratios += [x.max() / x.mean() if x.any() else 1 for x in expected]
+    assert schedule.imbalance(4) == pytest.approx(np.mean(ratios))
+    with pytest.raises(ValueError, match="`num_devices=3` does not divide"):
+        schedule.device_work(0, 3)
+
+
 # Permutations of many sizes
 
 
