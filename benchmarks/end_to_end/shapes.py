@@ -59,12 +59,12 @@ class Planned:
     def to_json(self) -> str:
         """Returns a plan that `jaxbucket report` can read, and the other fields."""
         fields = {name: getattr(self, name) for name in _OTHER_FIELDS}
-        return json.dumps({**json.loads(self.plan.to_json()), "planned": fields})
+        return json.dumps({**json.loads(self.plan.to_json()), "notes": fields})
 
     @classmethod
     def from_json(cls, text: str) -> "Planned":
         plan = jb.BucketPlan.from_json(text)
-        fields = json.loads(text).get("planned")
+        fields = json.loads(text).get("notes")
         if isinstance(fields, dict):
             # Older plans lack this field.
             fields = {"packed": False, **fields}

@@ -380,7 +380,7 @@ class BucketPlan:
         """Returns the plan that `to_json` wrote.
 
         Args:
-          text: the JSON object.
+          text: the JSON object. A field "notes", for anything of your own, is ignored.
 
         Raises:
           ValueError: if `text` is not valid JSON, does not hold a plan or holds one of

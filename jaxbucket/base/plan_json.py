@@ -44,6 +44,8 @@ def write(plan: BucketPlan) -> str:
 def read(text: str, names: list[str]) -> dict[str, Any]:
     """Returns the fields that `write` wrote; buckets are lists `[B, T]`.
 
+    A field "notes" may have been added, and is ignored.
+
     Args:
       text: the JSON object.
       names: the fields of a plan.
@@ -64,11 +66,11 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
             f"The plan has version {version!r}; this jaxbucket reads versions "
             f"{_VERSIONS[0]} to {_VERSIONS[-1]}. {_REMEDY}"
         )
-    known = ("format", "version", *names)
+    known = ("format", "version", "notes", *names)
     if unknown := [name for name in fields if name not in known]:
         raise ValueError(
             f"The plan has the unknown fields {unknown}. Correct their names, which "
-            f"are among {list(known)}, or remove them."
+            f"are among {list(known)}, or move them into 'notes'."
         )
     absent = {name for name in _OPTIONAL if name not in fields}
     if version == 1:

@@ -255,6 +255,8 @@ def test_json_with_an_unknown_field_is_refused():
     message = r"unknown fields \['max_ratios'\]. Correct .* 'packed', 'max_ratio'\]"
     with pytest.raises(ValueError, match=message):
         BucketPlan.from_json(edited(max_ratios=2))
+    noted = BucketPlan.from_json(edited(notes={"by": "seconds"}))
+    assert noted == BucketPlan.from_json(edited())
 
 
 @pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])

@@ -257,7 +257,7 @@ def test_the_command_fails_if_a_bucket_fails(plan):
         (("--recipe", "test_recipes:none"), "The recipe returned no steps"),
         (("--recipe", "test_recipes:recipe", "a", "b"), "too many positional"),
         (("--recipe", "test_recipes:recipe", "--workers", 0), "--workers"),
-        (("--recipe", "test_recipes:recipe", "--max-gb", 0), "`max_gb=0.0`"),
+        (("--recipe", "test_recipes:recipe", "--max-gb", 0), "`--max-gb 0.0`"),
     ],
 )
 def test_invalid_options_of_the_command_are_named(plan, tmp_path, options, message):
