@@ -25,7 +25,8 @@ class PerColumn(click.ParamType):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         if not isinstance(value, str) or "=" not in value:
             return self._single.convert(value, param, ctx)
-        parts = [part.partition("=") for part in value.split(",")]
+        # Names of columns may contain "=".
+        parts = [part.rpartition("=") for part in value.split(",")]
         values = {
             name.strip(): self._each.convert(text.strip(), param, ctx)
             for name, _, text in parts

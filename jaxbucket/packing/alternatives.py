@@ -199,6 +199,10 @@ def sequence_alternatives(
     names = limits.sequences
     kept = limits.planned_lengths(lengths_matrix(lengths, names))
     parts = dict(zip(names, kept.T, strict=True))
+    # Padded rows gain nothing from T beyond the longest lengths. To truncate, one bucket
+    # must hold the longest lengths of all sequences.
+    longest = limits.rounded(kept.max(axis=0)).tolist()
+    last = dict(zip(names, longest, strict=True)) if limits.truncates else None
     # These were applied already, and do not apply to packed rows.
     limits = dataclasses.replace(limits, overlong="error", max_ratio=None)
     search = ShapeSearch(
@@ -207,7 +211,7 @@ def sequence_alternatives(
         options.max_segments_per_row,
         *(options.block_sparse, options.max_padding, options.mixing),
     )
-    tight = dataclasses.replace(limits, max_seq_len=None)
+    tight = dataclasses.replace(limits, max_seq_len=last)
     padded = plan_sequences(parts, tight, options.num_buckets)
     totals = kept.sum(axis=1, dtype=np.int64)
     variance = log_variance(totals, np.ones_like(totals))

@@ -162,8 +162,11 @@ class SequenceLimits:
         It is the bucket of `max_seq_len`. Truncation also requires one, because it
         limits each sequence by itself.
         """
-        if self.max_seq_len is not None:
-            return True
+        return self.max_seq_len is not None or self.truncates
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a sequence is truncated."""
         policies = self._each(self.overlong) or {}
         return any(policy in TRUNCATING for policy in policies.values())
 
@@ -294,7 +297,8 @@ class SequenceLimits:
         if isinstance(budget, int):
             needed = f" to {least * shape.total}"
         elif isinstance(budget, Sizes):
-            needed = f" to {Sizes({name: least * t for name, t in shape.items()})!r}"
+            most = {name: max(budget[name], least * t) for name, t in shape.items()}
+            needed = f" to {most}"
         lower = "`max_seq_len`"
         if least > 1:
             name = "min_batch_size" if least > multiple else "batch_size_multiple"

@@ -49,11 +49,12 @@ class Metric:
                 "`sorted_by='process'`, which defines no values. Write the index with "
                 "`sorted_by='all'`, or pace by a share."
             )
-        if isinstance(pacing, ByValue) and pacing.high < (least := self.values.min()):
+        if isinstance(pacing, ByValue) and pacing.last < (least := self.values.min()):
+            rounded = f", rounded down to {pacing.last}," if pacing.multiple else ""
             raise ValueError(
                 f"`pacing` of `{name}` opens no example at any time, because "
-                f"`high={pacing.high}` is below the smallest difficulty, {least}. "
-                "Raise `high`."
+                f"`high={pacing.high}`{rounded} is below the smallest difficulty, "
+                f"{least}. Raise `high`."
             )
 
     @property
@@ -63,8 +64,11 @@ class Metric:
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hex digits that identify the difficulties and the pacing function."""
-        pacing = "\n".join(pacing_name(self.pacing))
-        return digest(_canonical_bytes(self.values), pacing.encode())
+        pacing = pacing_name(self.pacing)
+        if isinstance(self.pacing, ByValue) and self.values.dtype.kind == "f":
+            # Values are rounded to this dtype.
+            pacing += [self.values.dtype.name]
+        return digest(_canonical_bytes(self.values), "\n".join(pacing).encode())
 
     def sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
         """Returns the sorted difficulties of the kept examples, all if None."""

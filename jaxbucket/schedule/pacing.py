@@ -285,9 +285,16 @@ class ByValue:
     def __call__(self, progress: float) -> float:
         # Raised slightly, because a float may miss the share that reaches a value.
         share = open_share(self.pacing, progress) + SHARE_TOLERANCE
-        value = self.high
-        if share < 1:
-            value = self.low + (self.high - self.low) * share
+        if share >= 1:
+            return self.last
+        return self._rounded(self.low + (self.high - self.low) * share)
+
+    @property
+    def last(self) -> float:
+        """The value at a share of 1."""
+        return self._rounded(self.high)
+
+    def _rounded(self, value: float) -> float:
         if self.multiple is None:
             return value
         # As decimals, because 1.0 // 0.1 is 9.

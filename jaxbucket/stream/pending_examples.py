@@ -128,6 +128,7 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
     def _start(self) -> None:
         self._num_read = 0
         self._num_yielded = 0
+        self._ended = False
         # A heap. The numbers of its examples are all different.
         self._pending: list[_Pending] = []
         # Pairs of an index, and the state of the stream before this example.
@@ -144,11 +145,13 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         pending = self._pending
         while True:
             is_full = len(pending) >= self._dataset.max_pending
-            if pending and (pending[0].difficulty <= limit or is_full):
+            is_over = is_full or self._ended
+            if pending and (pending[0].difficulty <= limit or is_over):
                 return heapq.heappop(pending).example
             try:
                 new = self._read()
             except StopIteration:
+                self._ended = True
                 if not pending:
                     raise
                 return heapq.heappop(pending).example

@@ -165,6 +165,33 @@ def test_a_packed_plan_of_several_sequences_is_trained_as_it_was_planned(block_s
     assert never.plan == jb.plan_buckets(lengths, max_tokens=1024)
 
 
+@pytest.mark.parametrize("pack", ["auto", "never", "always"])
+@pytest.mark.parametrize(
+    "overlong",
+    [
+        "truncate",
+        {"source": "truncate", "target": "drop"},
+        {"source": "drop", "target": "truncate_left"},
+    ],
+)
+@pytest.mark.parametrize("max_seq_len", [32, None])
+def test_the_last_bucket_holds_the_longest_truncated_sequences(
+    pack, overlong, max_seq_len
+):
+    lengths = {"source": [30] * 8 + [2] * 8, "target": [2] * 8 + [30] * 8}
+    choice = jb.plan_packing(
+        lengths,
+        max_tokens=256,
+        num_buckets=3,
+        max_seq_len=max_seq_len,
+        overlong=overlong,
+        pack=pack,
+    )
+    schedule = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing)
+    rows = np.concatenate([batch.rows.ravel() for batch in schedule])
+    assert sorted(rows[rows >= 0]) == list(range(16))
+
+
 def test_packed_plans_of_several_sequences_check_their_arguments():
     with pytest.raises(ValueError, match="`max_padding=1e-09` cannot be met"):
         jb.plan_packing(

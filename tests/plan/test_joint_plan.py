@@ -113,6 +113,12 @@ def test_the_last_bucket_has_the_maximum_t(overlong):
     assert best.plan.buckets[-1].seq_len == longest
     examples = {"source": [32, 30, 1], "target": [40, 2, 39]}
     assert (best.plan.assign(examples) >= 0).all()
+    message = "does not hold 1 row of .*source.*32.*target.*40.* to {'source': 32, 'ta"
+    budgets = {"source": 8, "target": 512}
+    with pytest.raises(ValueError, match=message + "rget': 512}, or lower"):
+        jb.plan_buckets(
+            pairs, max_tokens=budgets, max_seq_len=longest, overlong=overlong
+        )
     message = "does not hold 1 row of .*source.*32.*target.*40"
     with pytest.raises(ValueError, match=message):
         jb.plan_buckets(pairs, max_tokens=71, max_seq_len=longest, overlong=overlong)

@@ -361,6 +361,10 @@ def test_an_invalid_share_is_refused(share, replacement):
             lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 2)),
             "opens no example at any time, because `high=2` is below the smallest .* 3",
         ),
+        (
+            lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 7, multiple=8)),
+            "because `high=7`, rounded down to 0, is below the smallest difficulty, 3",
+        ),
         (lambda: CyclicPacing(LinearPacing(), every=0), "`every=0` must be positive"),
         (lambda: CyclicPacing(0.5), "`pacing=0.5` is not a function"),  # pyright: ignore
         (lambda: Curriculum([1], 0.5), "`pacing=0.5` is not a function"),  # pyright: ignore

@@ -73,6 +73,25 @@ def test_a_float32_difficulty_is_open_at_its_value():
         assert Pace(pacing, values, rows).count(0, 0) == count
 
 
+def test_values_that_are_rounded_to_another_dtype_have_another_fingerprint():
+    # All of these integers are exact in float16, but not all bounds are.
+    sizes = np.random.default_rng(0).integers(1, 1000, 600)
+    lengths = np.full(600, 8)
+    plan = plan_buckets(lengths, max_tokens=64)
+
+    def schedules(pacing):
+        for dtype in (np.int64, np.float64, np.float16):
+            order = Curriculum(sizes.astype(dtype), pacing)
+            yield BatchSchedule(plan, lengths, order=order)
+
+    by_value = ByValue(LinearPacing(start=0, steps=70), 1, 1000)
+    assert len({x.fingerprint for x in schedules(LinearPacing())}) == 1
+    exact, double, half = schedules(by_value)
+    steps = range(len(exact))
+    assert not all(np.array_equal(exact[x].rows, half[x].rows) for x in steps)
+    assert half.fingerprint not in (exact.fingerprint, double.fingerprint)
+
+
 @pytest.mark.parametrize("size", [7, 600, 1000, 4099])
 def test_a_share_by_steps_opens_exactly_as_many_examples(size):
     rows = schedule_of(LinearPacing())._rows
