@@ -323,6 +323,7 @@ def batch_specs(
     batch_axes: Axes = DATA_AXIS,
     sequences: Sequences = None,
     max_segments: int | None = None,
+    component: str | None = None,
 ) -> dict[Bucket, Batch]:
     """Returns the shapes, dtypes and shardings of the batches of each bucket.
 
@@ -343,6 +344,9 @@ def batch_specs(
         mapping from names to features if examples have several sequences, each with
         its own length, as for `collate_rows`.
       max_segments: `max_segments` of the schedule, if rows are packed.
+      component: the name of the stream, if batches come from several streams with
+        different features. Dicts of several components can be joined, because their
+        keys, `ComponentBucket`, differ.
 
     Returns:
       A `Batch` of `jax.ShapeDtypeStruct` for each bucket.
@@ -369,5 +373,6 @@ def batch_specs(
             sequences=sequences,
             max_segments=max_segments,
         )
-        specs[bucket] = jax.tree.map_with_path(spec, empty)
+        key = bucket if component is None else bucket.of(component)
+        specs[key] = jax.tree.map_with_path(spec, empty)
     return specs

@@ -33,7 +33,7 @@ PACKAGES = {
         },
         {"numpy", "jax", "flax", "optax", "orbax", "etils", "rich", "matplotlib"},
     ),
-    "stream": ({"data", "packing", "plan", "base"}, {"numpy", "grain"}),
+    "stream": ({"data", "schedule", "packing", "plan", "base"}, {"numpy", "grain"}),
     "sharding": ({"data", "base"}, {"numpy", "jax"}),
     "sort": ({"schedule", "base"}, {"numpy", "jax"}),
     "data": (

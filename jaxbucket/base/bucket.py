@@ -70,6 +70,10 @@ class Bucket:
             return False
         return mine >= others
 
+    def of(self, component: str) -> ComponentBucket:
+        """Returns the bucket of one component of a mixture."""
+        return ComponentBucket(self.batch_size, self.seq_len, component)
+
     def to_list(self) -> list[Any]:
         """Returns `[B, T]` for JSON, where T may be a dict."""
         seq_len = self.seq_len

@@ -51,12 +51,12 @@ def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:
 def spec_bucket(batch: Batch, specs: Mapping[Bucket, Batch]) -> Bucket:
     """Returns the key of a batch in `specs`.
 
-    This is its bucket, unless components of a mixture have this bucket with different
-    features. Then it is the key of those that the batch has.
+    This is its bucket, unless components of a mixture have keys of their own. Then it
+    is the key of the features that the batch has.
     """
     bucket = batch.bucket
     components = [x for x in specs if isinstance(x, ComponentBucket)]
-    if not components or bucket not in specs:
+    if not components:
         return bucket
     arrays = avals(batch)
     return next((x for x in components if avals(specs[x]) == arrays), bucket)

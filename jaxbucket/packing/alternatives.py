@@ -199,8 +199,8 @@ def sequence_alternatives(
     names = limits.sequences
     kept = limits.planned_lengths(lengths_matrix(lengths, names))
     parts = dict(zip(names, kept.T, strict=True))
-    # Padded rows gain nothing from T beyond the longest lengths. To truncate, one bucket
-    # must hold the longest lengths of all sequences.
+    # Padded rows gain nothing from T beyond the longest lengths. One bucket must hold
+    # all of these to truncate.
     longest = limits.rounded(kept.max(axis=0)).tolist()
     last = dict(zip(names, longest, strict=True)) if limits.truncates else None
     # These were applied already, and do not apply to packed rows.

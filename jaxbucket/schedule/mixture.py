@@ -19,7 +19,7 @@ from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.mixture_checks import check_components, check_names
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
 from jaxbucket.schedule.mixture_weights import Weights, check_weights
-from jaxbucket.schedule.turns import ChangingTurns, TurnOrder, Turns
+from jaxbucket.schedule.turns import TurnOrder, turn_order
 
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 
@@ -161,9 +161,7 @@ class Mixture(Schedule):
             [self._share(index, weight) for index, weight in enumerate(weights)]
             for weights in steps.values()
         ]
-        if len(shares) == 1:
-            return Turns(shares[0])
-        return ChangingTurns([x * self._turns_per_step for x in steps], shares)
+        return turn_order([x * self._turns_per_step for x in steps], shares)
 
     def _share(self, index: int, weight: float) -> Fraction:
         """Returns the share of a component in all turns, up to a common factor."""

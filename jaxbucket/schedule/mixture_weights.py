@@ -55,7 +55,7 @@ def check_weights(
             key = repr(names[index]) if names else index
             raise ValueError(
                 f"`weights` gives {key} no share at any step. Leave it out of "
-                "`schedules`, too."
+                "the mixture, too."
             )
     return result
 
@@ -92,7 +92,7 @@ def _listed(
         missing = [name for name in names if name not in weights]
         if unknown or (missing and not changes):
             raise ValueError(
-                f"`{label}` has the names {list(weights)}, but `schedules` has "
+                f"`{label}` has the names {list(weights)}, but the mixture has "
                 f"{list(names)}. Pass a weight for each."
             )
         keys: list[Any] = list(names)
@@ -100,15 +100,15 @@ def _listed(
     else:
         if names:
             raise ValueError(
-                f"`{label}` is a {type(weights).__name__}, but `schedules` has names. "
+                f"`{label}` is a {type(weights).__name__}, but the mixture has names. "
                 f"Pass a weight by name: `{{{names[0]!r}: 1.0, ...}}`."
             )
         values = _items(label, weights, count)
         keys = list(range(count))
         if not count or len(values) != count:
             raise ValueError(
-                f"`{label}` has {len(values)} entries for {count} schedules. Pass at "
-                "least one schedule, and one weight for each."
+                f"`{label}` has {len(values)} entries for {count} components. Pass at "
+                "least one component, and one weight for each."
             )
     result = [
         _number(f"{label}[{key!r}]", x) for key, x in zip(keys, values, strict=True)
@@ -130,7 +130,7 @@ def _items(label: str, weights: Any, count: int) -> list[Any]:
     except TypeError:
         raise ValueError(
             f"`{label}={weights!r}` is a {type(weights).__name__}. Pass a list with "
-            f"one weight for each of the {count} schedules."
+            f"one weight for each of the {count} components."
         ) from None
 
 

@@ -27,12 +27,23 @@ class TurnOrder(Protocol):
         """Returns the same as `at` for each of `[n]` turns."""
         ...
 
+    def before(self, member: int, turn: int) -> int:
+        """Returns the number of turns of a member before a turn."""
+        ...
+
     def until(self, member: int, count: int) -> int | None:
         """Returns the number of turns after which a member has had `count` >= 1.
 
         It is None if the member never has as many.
         """
         ...
+
+
+def turn_order(
+    starts: Sequence[int], shares: Sequence[Sequence[Fraction]]
+) -> TurnOrder:
+    """Returns `ChangingTurns`, or `Turns` if the shares never change."""
+    return ChangingTurns(starts, shares) if len(shares) > 1 else Turns(shares[0])
 
 
 class Turns:
@@ -150,6 +161,12 @@ class ChangingTurns:
             members[here] = local[0]
             numbers[here] = local[1] + np.array(self._before[period])[local[0]]
         return members, numbers
+
+    def before(self, member: int, turn: int) -> int:
+        """Returns the number of turns of a member before a turn."""
+        index = bisect.bisect_right(self._starts, turn) - 1
+        number = self._turns[index].before(member, turn - self._starts[index])
+        return self._before[index][member] + number
 
     def until(self, member: int, count: int) -> int | None:
         """Returns the number of turns after which a member has had `count` >= 1.

@@ -3,8 +3,8 @@
 `reader` reads examples into a `pool` (or a `packed_pool`), after `overlong` has
 measured them. `iterator` takes batches from the pool, `rounds` coordinates the
 processes of a run until a `drain` empties their pools, and `state` saves and restores
-an iterator. `loader_stream` reads the examples of other data loaders. This package does
-not import jax.
+an iterator. `mixture` takes batches from several streams in turn. `loader_stream` reads
+the examples of other data loaders. This package does not import jax.
 """
 
 from etils import epy as _epy
@@ -13,5 +13,6 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.stream.dataset import sample_lengths, stream_batches
     from jaxbucket.stream.drift import Drift, DriftWarning
     from jaxbucket.stream.loader_stream import from_loader
+    from jaxbucket.stream.mixture import StreamMixture
     from jaxbucket.stream.pending_examples import easy_first
     from jaxbucket.stream.stream_end import StreamEnd

@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.bucket import Bucket, ComponentBucket
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition
@@ -227,5 +227,4 @@ def _add_specs(
         if bucket not in specs:
             specs[bucket] = batch
         elif batch not in specs.values():
-            shape = bucket.batch_size, bucket.seq_len
-            specs[ComponentBucket(*shape, component)] = batch
+            specs[bucket.of(component)] = batch

@@ -439,8 +439,8 @@ TRUNCATING = [
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: Mixture([], []), "`weights` has 0 entries for 0 schedules"),
-        (lambda x: Mixture([x], [1, 2]), "`weights` has 2 entries for 1 schedules"),
+        (lambda x: Mixture([], []), "`weights` has 0 entries for 0 components"),
+        (lambda x: Mixture([x], [1, 2]), "`weights` has 2 entries for 1 components"),
         (lambda x: Mixture([x], [0]), r"`weights\[0\]=0.0` must be positive"),
         (lambda x: Mixture([x] * 2, [1, -2]), r"`weights\[1\]=-2.0` must be"),
         (lambda x: Mixture([x], [float("nan")]), r"`weights\[0\]=nan` must be"),
@@ -460,7 +460,7 @@ TRUNCATING = [
         ),
         (
             lambda x: Mixture([x] * 2, 1),
-            "`weights=1` is a int. Pass a list with one weight for each of the 2 sch",
+            "`weights=1` is a int. Pass a list with one weight for each of the 2 com",
         ),
         (
             lambda x: Mixture([x], {0: 0.5}),
@@ -501,11 +501,11 @@ TRUNCATING = [
         (lambda x: Mixture({}, {}), "`weights` gives no component a share"),
         (
             lambda x: Mixture({"a": x}, [1]),
-            "`weights` is a list, but `schedules` has na",
+            "`weights` is a list, but the mixture has na",
         ),
         (
             lambda x: Mixture({"a": x, "b": x}, {"a": 1}),
-            r"`weights` has the names \['a'\], but `schedules` has \['a', 'b'\]",
+            r"`weights` has the names \['a'\], but the mixture has \['a', 'b'\]",
         ),
         (lambda x: Mixture({"a": x}, {"a": 1, "c": 1}), r"has the names \['a', 'c'\]"),
         (

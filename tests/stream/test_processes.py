@@ -158,6 +158,23 @@ TOGETHER = (
     loader = jb.stream.from_loader(equal, shard=jb.sharding.local_rows(mesh))
     record("equal", sum(1 for _ in batches_of(loader)) > 0)
 
+    # Two streams in turn; the loop loads ahead of the state that it saves.
+    parts = {name: batches_of(stream(processes.index)) for name in ("a", "b")}
+    mixture = jb.stream.StreamMixture(parts, {"a": 2, "b": 1})
+    processes.check_agreement(mixture.position(0), mesh)
+    mixed, served, saved = iter(mixture), [], None
+    for step, batch in enumerate(jb.sharding.prefetch_to_mesh(mixed, mesh), 1):
+        state, metrics = steps(state, batch)
+        served.append((str(batch.bucket), indices(batch)))
+        if step == 4:
+            saved = json.dumps(mixed.state_before(step))
+    record("mixed buckets", [bucket for bucket, _ in served])
+    again = iter(mixture)
+    again.set_state(json.loads(saved))
+    again = jb.sharding.prefetch_to_mesh(again, mesh)
+    rest = [(str(x.bucket), indices(x)) for x in again]
+    record("mixed", rest == served[4:], len(rest) > 2)
+
     # A schedule of pairs, in padded and in packed rows.
     pairs = [
         {"source": np.full(a, i), "target": np.full(b, i)}
@@ -192,7 +209,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     lines = [[x for x in some if not x.startswith("{")] for some in lines]
     steps = [printed_steps(run, index) for index in range(2)]
     check_each_example_once(steps, counts)
-    end, resumed, both, rejected, repeated, equal = zip(
+    end, resumed, both, rejected, repeated, equal, buckets, mixed = zip(
         *(x[len(steps[0]) :] for x in lines), strict=True
     )
     # All processes end at the same step, with the same parameters.
@@ -202,6 +219,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     assert all("seed is 0 in process 0, 1 in 1" in text for text in rejected)
     assert all("begin with the same 32 examples" in text for text in repeated)
     assert equal == ("equal True",) * 2
+    assert buckets[0] == buckets[1] and mixed == ("mixed True True",) * 2
     # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output

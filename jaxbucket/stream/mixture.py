@@ -1,0 +1,243 @@
+"""Mixtures of streams by weight, each with its own plan, pool and features."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+
+import grain
+
+from jaxbucket.base.digest import digest
+from jaxbucket.base.position import DataPosition
+from jaxbucket.schedule.mixture_weights import Weights, check_weights
+from jaxbucket.schedule.turns import turn_order
+from jaxbucket.stream.dataset import StreamDataset
+from jaxbucket.stream.iterator import StreamIterator
+from jaxbucket.stream.reader import StreamCounts
+
+_STATE_KEYS = {"step", "names", "weights", "streams"}
+
+
+class StreamMixture(grain.IterDataset[Any]):
+    """Batches of several streams, in proportion to weights.
+
+    Every step comes from one stream. After any number of steps, or of steps since the
+    last change of the weights, each stream has had its share of them to within one, as
+    in a `jb.Mixture`. All processes take the streams in the same order, so their
+    buckets are the same at every step. The mixture ends when the stream whose turn it
+    is has ended; `num_epochs=None` makes streams endless.
+
+    Example:
+      >>> import jaxbucket as jb
+      >>> def batches(value):
+      ...     examples = grain.MapDataset.source([{"x": [value]}] * 9).to_iter_dataset()
+      ...     plan = jb.BucketPlan.from_shapes([(1, 1)])
+      ...     return jb.stream_batches(examples, plan, pool_size=4)
+      >>> mixture = StreamMixture(
+      ...     {"web": batches(1), "code": batches(2)}, {"web": 2, "code": 1}
+      ... )
+      >>> iterator = iter(mixture)
+      >>> [int(next(iterator).features["x"][0, 0]) for _ in range(6)]
+      [1, 2, 1, 1, 2, 1]
+
+    Attributes:
+      streams: name -> the batches of a stream, as returned by `stream_batches`. Each
+        has a plan, a pool, features and a packing of its own.
+      weights: name -> a positive number; or step -> such weights, from step 0 on, of
+        which some may be 0.
+
+    Raises:
+      ValueError: if a stream is not the result of `stream_batches`, a name is not a
+        string, or a weight is invalid or missing.
+    """
+
+    def __init__(self, streams: Mapping[str, StreamDataset], weights: Weights):
+        if not isinstance(streams, Mapping) or not streams:
+            raise ValueError(
+                f"`streams={streams!r}` is not a mapping from names to streams. Pass "
+                "`{'web': jb.stream_batches(...), 'code': jb.stream_batches(...)}`."
+            )
+        for name, stream in streams.items():
+            if not isinstance(name, str):
+                raise ValueError(
+                    f"`streams` has the name {name!r}, a {type(name).__name__}. Pass "
+                    "names that are strings."
+                )
+            if not isinstance(stream, StreamDataset):
+                raise ValueError(
+                    f"`streams[{name!r}]` is a {type(stream).__name__}. Pass the "
+                    "result of `stream_batches`."
+                )
+        super().__init__(list(streams.values()))
+        self.streams = dict(streams)
+        self.weights = check_weights(weights, list(self.streams), len(self.streams))
+        # The decimal that the user wrote, 7/10 for 0.7, gives a short period.
+        shares = [[Fraction(repr(x)) for x in row] for row in self.weights.values()]
+        self._turns = turn_order(list(self.weights), shares)
+
+    def __iter__(self) -> StreamMixtureIterator:
+        return StreamMixtureIterator(self)
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        raise ValueError(
+            "A mixture of streams cannot be divided among workers. Use workers in the "
+            "streams of examples, `stream.mp_prefetch(...)`."
+        )
+
+    def turn(self, step: int) -> tuple[str, int]:
+        """Returns the name of the stream of a step, and its own step.
+
+        Args:
+          step: the step of the mixture.
+        """
+        index, number = self._turns.at(step)
+        return list(self.streams)[index], number
+
+    def steps_before(self, step: int) -> dict[str, int]:
+        """Returns name -> the number of steps of a stream before a step.
+
+        Args:
+          step: the step of the mixture.
+        """
+        return {
+            name: self._turns.before(index, step)
+            for index, name in enumerate(self.streams)
+        }
+
+    def position(self, step: int) -> DataPosition:
+        """Returns the position that processes compare and that checkpoints hold.
+
+        It does not include the states of the streams. Save
+        `StreamMixtureIterator.state_before(step)` alongside it.
+
+        Args:
+          step: the next step.
+        """
+        positions = {
+            name: self.streams[name].position(number)
+            for name, number in self.steps_before(step).items()
+        }
+        parts = [
+            _joined({name: getattr(x, part) for name, x in positions.items()})
+            for part in ("plan", "data", "schedule")
+        ]
+        processes = next(iter(positions.values())).schedule["processes"]
+        parts[2] |= {"processes": processes, **self.config()}
+        return DataPosition(step, *parts)
+
+    def config(self) -> dict[str, Any]:
+        """Returns the names and weights of the streams, as plain Python for JSON."""
+        weights = {str(step): list(row) for step, row in self.weights.items()}
+        return {"names": list(self.streams), "weights": weights}
+
+
+class StreamMixtureIterator(grain.DatasetIterator[Any]):
+    """Iterates over the batches of a `StreamMixture`.
+
+    Attributes:
+      iterators: name -> the iterator of a stream.
+    """
+
+    def __init__(self, dataset: StreamMixture):
+        super().__init__()
+        self._dataset = dataset
+        self.iterators: dict[str, StreamIterator] = {
+            name: iter(stream) for name, stream in dataset.streams.items()
+        }
+        self._step = 0
+
+    @property
+    def counts(self) -> dict[str, StreamCounts]:
+        """Name -> the numbers of examples of a stream that were read, dropped, ..."""
+        return {name: iterator.counts for name, iterator in self.iterators.items()}
+
+    def __next__(self) -> Any:
+        self._assert_not_closed()
+        name, _ = self._dataset.turn(self._step)
+        with _naming(name):
+            batch = next(self.iterators[name])
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the states of all streams, as plain Python for JSON."""
+        return self.state_before(self._step)
+
+    def state_before(self, step: int) -> dict[str, Any]:
+        """Returns the state in which `step` is the next step.
+
+        A loop that loads ahead saves this state of the step that it has reached.
+
+        Args:
+          step: one of the last 64 steps that were served, or the next step.
+
+        Raises:
+          ValueError: if the state before `step` is not available.
+        """
+        if not 0 <= step <= self._step:
+            raise ValueError(
+                f"`step={step}` has no state, because the next step is {self._step}."
+            )
+        states = {}
+        for name, number in self._dataset.steps_before(step).items():
+            with _naming(name):
+                states[name] = self.iterators[name].state_before(number)
+        return {"step": step, **self._dataset.config(), "streams": states}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restores the states of all streams.
+
+        All processes of a run must do this before the next step.
+
+        Args:
+          state: a state that `get_state` or `state_before` returned, for the same
+            streams and weights.
+
+        Raises:
+          ValueError: if `state` is not such a state, or a stream refuses its state.
+        """
+        if not isinstance(state, Mapping) or state.keys() != _STATE_KEYS:
+            raise ValueError(
+                "`state` is not a state of a `StreamMixture`. Pass the result of "
+                "`get_state()` or `state_before(step)` of its iterator."
+            )
+        for key, now in self._dataset.config().items():
+            if state[key] != now:
+                raise ValueError(
+                    f"`state` is of a mixture with the {key} {state[key]}, and this "
+                    f"one has {now}. Restore the previous streams and weights."
+                )
+        for name, iterator in self.iterators.items():
+            with _naming(name):
+                iterator.set_state(state["streams"][name])
+        self._step = state["step"]
+
+    def close(self) -> None:
+        for iterator in self.iterators.values():
+            iterator.close()
+
+
+def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the entries of all streams, "name.entry", with one fingerprint."""
+    entries = {
+        f"{name}.{key}": value
+        for name, part in parts.items()
+        for key, value in part.items()
+    }
+    text = json.dumps(entries, sort_keys=True, default=str)
+    return entries | {"fingerprint": digest(text.encode())}
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Adds the name of a stream to the errors of a `with` block."""
+    try:
+        yield
+    except StopIteration:
+        raise
+    except Exception as error:
+        error.add_note(f"This is the stream {name!r} of the mixture.")
+        raise

@@ -1,0 +1,216 @@
+"""Mixtures of streams: shares, lockstep, and exact resume of loops that load ahead."""
+
+import json
+import re
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.stream import StreamMixture
+
+PLANS = {
+    "text": jb.BucketPlan.from_shapes([(4, 16), (2, 32)]),
+    "audio": jb.BucketPlan.from_shapes([(4, 16), (1, 64)]),
+}
+LONGEST = {"text": 33, "audio": 65}
+
+
+def examples_of(name: str, size: int = 60, first: int = 0) -> grain.IterDataset:
+    rng = np.random.default_rng(first + len(name))
+    axes = (2,) if name == "audio" else ()
+    source = [
+        {name: np.full((n, *axes), i, np.float32)}
+        for i, n in enumerate(rng.integers(1, LONGEST[name], size))
+    ]
+    return grain.MapDataset.source(source).to_iter_dataset()
+
+
+def batches_of(name: str, *, plan=None, first: int = 0, **options):
+    options = {"pool_size": 16, "num_epochs": None} | options
+    examples = examples_of(name, first=first)
+    return jb.stream_batches(examples, plan or PLANS[name], **options)
+
+
+def mixture(weights=None, **options) -> StreamMixture:
+    streams = {name: batches_of(name, **options) for name in PLANS}
+    return StreamMixture(streams, weights or {"text": 3, "audio": 1})
+
+
+def assert_same(batch, expected):
+    assert batch.bucket == expected.bucket
+    jax.tree.map(np.testing.assert_array_equal, batch, expected)
+
+
+WEIGHTS = [
+    {"text": 3, "audio": 1},
+    {"text": 0.1, "audio": 0.7},
+    {0: {"text": 1}, 7: {"text": 0.5, "audio": 0.5}, 20: {"audio": 1, "text": 0.2}},
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_stream_keeps_its_batches_and_has_its_share(weights):
+    mixed = mixture(weights)
+    alone = {name: iter(batches_of(name)) for name in PLANS}
+    steps = weights if 0 in weights else {0: weights}
+    counts, first = dict.fromkeys(PLANS, 0), 0
+    for step, batch in zip(range(60), mixed, strict=False):
+        (name,) = batch.features
+        assert mixed.turn(step)[0] == name
+        assert_same(batch, next(alone[name]))
+        if step in steps:
+            first, counts = step, dict.fromkeys(PLANS, 0)
+            now = {x: steps[step].get(x, 0) for x in PLANS}
+        counts[name] += 1
+        for x in PLANS:
+            share = now[x] / sum(now.values()) * (step + 1 - first)
+            assert abs(counts[x] - share) <= 1
+    assert mixed.steps_before(60) == {
+        x: sum(mixed.turn(step)[0] == x for step in range(60)) for x in PLANS
+    }
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_a_loop_that_loads_ahead_resumes_at_every_step(weights):
+    mixed = mixture(weights, accumulate=2)
+    batches = [batch for batch, _ in zip(mixed, range(40), strict=False)]
+    ahead = iter(mixed)
+    for step in range(24):
+        next(ahead)
+        for reached in (max(0, step - 8), step)[step % 2 :: 2]:
+            state = json.loads(json.dumps(ahead.state_before(reached), sort_keys=True))
+            again = iter(mixture(weights, accumulate=2))
+            again.set_state(state)
+            for later in range(reached, reached + 3):
+                for pair in zip(next(again), batches[later], strict=True):
+                    assert_same(*pair)
+    assert ahead.counts["text"].read > 0
+
+
+def test_hosts_have_the_same_buckets_at_every_step():
+    plans = {
+        "text": jb.BucketPlan.from_shapes([(4, 16), (2, 32)]),
+        "audio": jb.BucketPlan.from_shapes([(4, 16), (2, 64)]),
+    }
+    hosts = [
+        iter(
+            StreamMixture(
+                {
+                    name: batches_of(
+                        name,
+                        plan=plan,
+                        first=host,
+                        shard=jb.data.RowShard((host,), 2),
+                        lengths=np.arange(1, LONGEST[name]),
+                    )
+                    for name, plan in plans.items()
+                },
+                {"text": 1, "audio": 2},
+            )
+        )
+        for host in range(2)
+    ]
+    for _ in range(60):
+        buckets, features = zip(
+            *((x.bucket, list(x.features)) for x in map(next, hosts)), strict=True
+        )
+        assert len(set(buckets)) == 1 and features[0] == features[1]
+
+
+def test_streams_with_the_same_bucket_have_a_program_each():
+    mixed, mesh = mixture(), jb.data_mesh(jax.devices()[:1])
+    specs = {}
+    for name, stream in mixed.streams.items():
+        specs |= jb.sharding.batch_specs(
+            stream.plan, stream.example, mesh, component=name
+        )
+    assert [str(x) for x in specs][::2] == ["[4, 16] of 'text'", "[4, 16] of 'audio'"]
+    num_traces = 0
+
+    def loss_fn(model, batch, keys):
+        nonlocal num_traces
+        num_traces += 1
+        (name,) = batch.features
+        mask = batch.segment_ids[name] > 0
+        x = batch.features[name].reshape(*mask.shape, -1).sum(axis=-1)
+        return jnp.sum(jnp.where(mask, (model["w"] * x) ** 2, 0)), jnp.sum(mask)
+
+    tx = optax.sgd(1e-9)
+    state = jb.create_state({"w": jnp.ones(())}, tx, mesh)
+    train_step = jb.make_train_step(loss_fn, tx, mesh)
+    steps = jb.compile_steps(train_step, state, specs)
+    traced, weights = num_traces, dict.fromkeys(PLANS, 0)
+    batches = jb.sharding.prefetch_to_mesh(iter(mixed), mesh)
+    for step, batch in zip(range(30), batches, strict=False):
+        state, metrics = steps(state, batch)
+        assert int(metrics["num_tokens"]) == int(batch.num_tokens)
+        weights[mixed.turn(step)[0]] += 1
+    assert num_traces == traced and min(weights.values()) > 0
+
+
+def test_the_mixture_ends_with_the_stream_whose_turn_it_is():
+    streams = {name: batches_of(name, num_epochs=1) for name in PLANS}
+    alone = [batch for batch in batches_of("text", num_epochs=1)]
+    mixed = iter(StreamMixture(streams, {"text": 9, "audio": 1}))
+    texts = [batch for batch in mixed if "text" in batch.features]
+    assert len(texts) == len(alone)
+    with pytest.raises(StopIteration):
+        next(mixed)
+
+
+def test_a_run_with_another_plan_or_weights_does_not_resume():
+    position = mixture().position(10)
+    mixture().position(0).check_same(position)
+    other = jb.BucketPlan.from_shapes([(8, 16), (2, 64)])
+    streams = {name: batches_of(name, plan=other) for name in PLANS}
+    changed = StreamMixture(streams, {"text": 3, "audio": 1})
+    with pytest.raises(ValueError, match=r"plan text\.max tokens 64 -> 128"):
+        position.check_same(changed.position(10))
+    with pytest.raises(ValueError, match="schedule weights .*3.0.* -> .*4.0"):
+        position.check_same(mixture({"text": 4, "audio": 1}).position(10))
+    state = iter(mixture()).get_state()
+    iterator = iter(mixture({"text": 4, "audio": 1}))
+    with pytest.raises(ValueError, match="with the weights .*3.0.*, and this one has"):
+        iterator.set_state(state)
+    swapped = dict(reversed(mixture().streams.items()))
+    iterator = iter(StreamMixture(swapped, {"text": 3, "audio": 1}))
+    with pytest.raises(ValueError, match="names .'text', 'audio'., and this one has"):
+        iterator.set_state(state)
+    for bad in ({}, None, {"step": 3}):
+        with pytest.raises(ValueError, match="is not a state of a `StreamMixture`"):
+            iterator.set_state(bad)
+    with pytest.raises(ValueError, match="`step=1` has no state, because the next"):
+        iterator.state_before(1)
+
+
+@pytest.mark.parametrize(
+    ("streams", "weights", "message"),
+    [
+        ({}, {}, "`streams={}` is not a mapping from names to streams"),
+        ([1], [1], "`streams=[1]` is not a mapping from names"),
+        ({1: 2}, {1: 2}, "`streams` has the name 1, a int"),
+        ({"text": [1]}, {"text": 1}, "`streams['text']` is a list. Pass the result"),
+        (None, {"text": 1}, "`weights` has the names ['text'], but the mixture has"),
+        (None, {"text": 1, "audio": -1}, "`weights['audio']=-1.0` must be positive"),
+    ],
+)
+def test_invalid_mixtures_are_refused(streams, weights, message):
+    streams = mixture().streams if streams is None else streams
+    with pytest.raises(ValueError, match=re.escape(message)):
+        StreamMixture(streams, weights)
+
+
+def test_errors_name_the_stream():
+    streams = mixture().streams | {"text": batches_of("audio", plan=PLANS["text"])}
+    mixed = iter(StreamMixture(streams, {"text": 1, "audio": 1}))
+    with pytest.raises(ValueError, match="beyond the last bucket") as error:
+        for _ in range(40):
+            next(mixed)
+    assert "This is the stream 'text' of the mixture." in error.value.__notes__
+    with pytest.raises(ValueError, match="cannot be divided among workers"):
+        mixture().set_slice(slice(0, None, 2))
