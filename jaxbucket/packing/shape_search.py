@@ -33,6 +33,8 @@ _REFINEMENTS = 3
 _SAMPLE = 1024
 _MAX_PACKED = 400_000
 _SEED = 0x5A3
+# How often rows are assigned to buckets to compute the costs of steps from them.
+_COST_ROUNDS = 4
 
 # The T of each sequence.
 Shape: TypeAlias = tuple[int, ...]
@@ -271,18 +273,14 @@ class ShapeSearch:
           scale: the number of examples by that of the sample.
         """
         plan, size = self._limits.plan(np.array(shapes, np.int64)), len(shapes)
+        if self._block_sparse:
+            plan = self._sparse(plan, rows)
         index = plan.assign(rows.lengths).astype(np.int64)
-        numbers, segments, pairs = (
+        numbers, segments = (
             np.bincount(index, x, size) * scale
-            for x in (
-                *(rows.numbers, rows.numbers * rows.segments),
-                rows.numbers * rows.pairs,
-            )
+            for x in (rows.numbers, rows.numbers * rows.segments)
         )
         numbers = np.ceil(numbers - 1e-9).astype(np.int64)
-        if self._block_sparse:
-            share = pairs / np.maximum(numbers, 1) / np.square(plan.tokens_per_row)
-            plan = dataclasses.replace(plan, step_costs=self._sparse_costs(plan, share))
         flow = epoch_flow(plan, numbers, "cheapest")
         totals = rows.lengths.sum(axis=1)
         longest = np.zeros_like(plan.seq_lens)
@@ -301,6 +299,25 @@ class ShapeSearch:
             longest=longest,
             is_used=(flow.batches > 0) | (np.arange(size) == size - 1),
         )
+
+    def _sparse(self, plan: BucketPlan, rows: _Rows) -> BucketPlan:
+        """Returns the plan with the costs of steps that attend within examples only.
+
+        Rows may move to other buckets because of these costs, which changes the costs.
+        """
+        index = None
+        for _ in range(_COST_ROUNDS):
+            before, index = index, plan.assign(rows.lengths).astype(np.int64)
+            if before is not None and np.array_equal(index, before):
+                break
+            numbers, pairs = (
+                np.bincount(index, x, len(plan))
+                for x in (rows.numbers, rows.numbers * rows.pairs)
+            )
+            share = pairs / np.maximum(numbers, 1) / np.square(plan.tokens_per_row)
+            share[numbers == 0] = 1
+            plan = dataclasses.replace(plan, step_costs=self._sparse_costs(plan, share))
+        return plan
 
     def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> tuple[float, ...]:
         """Returns the costs of steps that attend to a share of all pairs, `[K]`."""
