@@ -13,6 +13,8 @@ _FINGERPRINT = "fingerprint"
 # The number of processes of a stream, None if it is unknown; absent for a schedule, and
 # for a stream of an earlier version.
 _PROCESSES = "processes"
+# What only later steps depend on. Processes must agree on it, but it may change.
+_LATER = ("later_plans", "later_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +155,16 @@ def _changes(
     part: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, str]:
     """Returns a description of each changed entry in one part of a position."""
-    ignored = {_FINGERPRINT}
+    ignored = {_FINGERPRINT, *_LATER}
     if not (_PROCESSES in old and _PROCESSES in new):
         ignored.add(_PROCESSES)
     changes = {
         name: f"{part} {name.replace('_', ' ')} "
         f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in {**old, **new}
-        if name not in ignored and not is_same(old.get(name), new.get(name))
+        # Entries of a mixture are preceded by the name of a stream.
+        if name.rpartition(".")[2] not in ignored
+        and not is_same(old.get(name), new.get(name))
     }
     # The fingerprint of the schedule is computed from the other two and from its own
     # entries, so it adds no information.

@@ -65,8 +65,8 @@ class BucketPadder:
 
     def _alike(self, batch: Batch) -> list[Bucket]:
         """Returns the buckets of batches with the same features, or else all."""
-        names = batch.features.keys()
-        alike = [b for b, x in self._specs.items() if x.features.keys() == names]
+        kinds = _kinds(batch)
+        alike = [b for b, x in self._specs.items() if _kinds(x) == kinds]
         return alike or list(self._specs)
 
     def _padder(self, batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
@@ -141,3 +141,8 @@ def _dtypes_of_sequences(specs: Mapping[Bucket, Batch]) -> dict[str, Any]:
             if not {*x.shape[1:2]} & seq_lens:
                 others.add(name)
     return {name: dtype for name, dtype in dtypes.items() if name not in others}
+
+
+def _kinds(batch: Batch) -> dict[str, tuple[Any, int]]:
+    """Returns feature name -> its dtype and number of axes."""
+    return {name: (x.dtype, len(x.shape)) for name, x in batch.features.items()}

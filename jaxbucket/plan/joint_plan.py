@@ -134,11 +134,12 @@ def best_shapes(
     num_buckets = check_positive("num_buckets", num_buckets)
     matrix = lengths_matrix(lengths, limits.sequences)
     planned = limits.planned_lengths(matrix)
-    if limits.must_hold_all:
-        limits.check_shapes(limits.max_seq_lens(matrix)[None])
     # The longest examples need the largest shapes.
-    longest = [planned.sum(axis=1).argmax(), *planned.argmax(axis=0)]
-    limits.check_shapes(limits.rounded(planned[longest]))
+    rounded = limits.rounded(planned)
+    needed = rounded[[rounded.sum(axis=1).argmax(), *rounded.argmax(axis=0)]]
+    if limits.must_hold_all:
+        needed = np.append(limits.max_seq_lens(matrix)[None], needed, axis=0)
+    limits.check_shapes(needed)
     return search_shapes(
         planned,
         num_buckets,

@@ -295,9 +295,10 @@ class SequenceLimits:
         least = -(-self.min_batch_size // multiple) * multiple
         budget, needed = self.max_tokens, ""
         if isinstance(budget, int):
-            needed = f" to {least * shape.total}"
+            needed = f" to {least * int(seq_lens.sum(axis=1).max())}"
         elif isinstance(budget, Sizes):
-            most = {name: max(budget[name], least * t) for name, t in shape.items()}
+            pairs = zip(self.sequences, seq_lens.max(axis=0).tolist(), strict=True)
+            most = {name: max(budget[name], least * t) for name, t in pairs}
             needed = f" to {most}"
         lower = "`max_seq_len`"
         if least > 1:

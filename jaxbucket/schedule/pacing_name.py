@@ -27,7 +27,7 @@ def pacing_name(pacing: Pacing) -> list[str]:
     """
     # `type(...) is` excludes subclasses, which may return different shares.
     if isinstance(pacing, ByValue) and type(pacing) is ByValue:
-        values = [float(x) for x in (pacing.low, pacing.high, pacing.multiple or 0)]
+        values = [_exact(x) for x in (pacing.low, pacing.high, pacing.multiple or 0)]
         return ["ByValue", str(values), *pacing_name(pacing.pacing)]
     if isinstance(pacing, CyclicPacing) and type(pacing) is CyclicPacing:
         every = float(pacing.every)  # pyright: ignore
@@ -44,6 +44,11 @@ def pacing_name(pacing: Pacing) -> list[str]:
     # Rounded, because powers differ between machines in the last bit.
     shares = [f"{open_share(pacing, x):.9g}" for x in _SAMPLES[unit]]
     return [*units, *shares]
+
+
+def _exact(value: Any) -> float:
+    """Returns a number as a float, or unchanged if it is not exactly a float."""
+    return float(value) if float(value) == value else value
 
 
 # Powers of two that exceed the steps and the tokens of any run.

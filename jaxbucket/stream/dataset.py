@@ -316,6 +316,16 @@ class StreamDataset(grain.IterDataset[Any]):
             )
 
     @property
+    def accumulate(self) -> int:
+        """The number of micro-batches in a step."""
+        return self._run.options.accumulate
+
+    @property
+    def shard(self) -> RowShard:
+        """The rows of this process."""
+        return self._run.options.shard
+
+    @property
     def plan(self) -> BucketPlan:
         """The plan of the first step."""
         return self._run.phases[0].plan
@@ -376,7 +386,8 @@ class StreamDataset(grain.IterDataset[Any]):
             {name: plan[name] for name in plan if name not in ("format", "version")},
             data,
             {
-                **self._run.config(),
+                **self._run.config(before=step),
+                "later_plans": self._run.later_plans(step),
                 "processes": self._run.num_processes,
                 "fingerprint": self.fingerprint,
             },

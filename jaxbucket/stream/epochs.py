@@ -78,7 +78,7 @@ def slice_stream(dataset: Any, sl: slice, sequential_slice: bool) -> None:
         return
     if not dataset.parents:
         raise ValueError(
-            f"A {type(dataset).__name__} cannot be divided among workers, because it "
+            f"The {type(dataset).__name__} cannot be divided among workers, because it "
             "has no `set_slice`. Load without workers, or start from a "
             "`grain.MapDataset`."
         )

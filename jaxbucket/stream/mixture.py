@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
 import grain
 
+from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition
 from jaxbucket.schedule.mixture_weights import Weights, check_weights
@@ -51,7 +53,8 @@ class StreamMixture(grain.IterDataset[Any]):
 
     Raises:
       ValueError: if a stream is not the result of `stream_batches`, a name is not a
-        string, or a weight is invalid or missing.
+        string, streams differ in `accumulate` or `shard`, or a weight is invalid or
+        missing.
     """
 
     def __init__(self, streams: Mapping[str, StreamDataset], weights: Weights):
@@ -70,6 +73,13 @@ class StreamMixture(grain.IterDataset[Any]):
                 raise ValueError(
                     f"`streams[{name!r}]` is a {type(stream).__name__}. Pass the "
                     "result of `stream_batches`."
+                )
+        for name in ("accumulate", "shard"):
+            values = {x: getattr(stream, name) for x, stream in streams.items()}
+            if len(set(values.values())) > 1:
+                raise ValueError(
+                    f"`streams` have different values of `{name}`: {values}. Pass the "
+                    "same one to `stream_batches` for all of them."
                 )
         super().__init__(list(streams.values()))
         self.streams = dict(streams)
@@ -93,7 +103,7 @@ class StreamMixture(grain.IterDataset[Any]):
         Args:
           step: the step of the mixture.
         """
-        index, number = self._turns.at(step)
+        index, number = self._turns.at(_checked_step(step))
         return list(self.streams)[index], number
 
     def steps_before(self, step: int) -> dict[str, int]:
@@ -102,6 +112,7 @@ class StreamMixture(grain.IterDataset[Any]):
         Args:
           step: the step of the mixture.
         """
+        step = _checked_step(step)
         return {
             name: self._turns.before(index, step)
             for index, name in enumerate(self.streams)
@@ -125,12 +136,22 @@ class StreamMixture(grain.IterDataset[Any]):
             for part in ("plan", "data", "schedule")
         ]
         processes = next(iter(positions.values())).schedule["processes"]
-        parts[2] |= {"processes": processes, **self.config()}
+        weights = self.config()["weights"]
+        later = {x: weights[x] for x in weights.keys() - self.config(step)["weights"]}
+        parts[2] |= self.config(step)
+        parts[2] |= {"processes": processes, "later_weights": later}
         return DataPosition(step, *parts)
 
-    def config(self) -> dict[str, Any]:
-        """Returns the names and weights of the streams, as plain Python for JSON."""
-        weights = {str(step): list(row) for step, row in self.weights.items()}
+    def config(self, before: float = math.inf) -> dict[str, Any]:
+        """Returns the names of the streams, and their weights before a step.
+
+        The values are plain Python for JSON.
+        """
+        weights = {
+            str(step): list(row)
+            for step, row in self.weights.items()
+            if step < max(before, 1)
+        }
         return {"names": list(self.streams), "weights": weights}
 
 
@@ -148,6 +169,8 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
             name: iter(stream) for name, stream in dataset.streams.items()
         }
         self._step = 0
+        # False from a rejected state until a valid one is set.
+        self._is_valid = True
 
     @property
     def counts(self) -> dict[str, StreamCounts]:
@@ -156,11 +179,19 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
 
     def __next__(self) -> Any:
         self._assert_not_closed()
+        self._assert_valid()
         name, _ = self._dataset.turn(self._step)
         with _naming(name):
             batch = next(self.iterators[name])
         self._step += 1
         return batch
+
+    def _assert_valid(self) -> None:
+        if not self._is_valid:
+            raise ValueError(
+                "The last state that was set was rejected, so the iterator has no "
+                "valid state. Call `set_state` with a saved state."
+            )
 
     def get_state(self) -> dict[str, Any]:
         """Returns the states of all streams, as plain Python for JSON."""
@@ -177,7 +208,9 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
         Raises:
           ValueError: if the state before `step` is not available.
         """
-        if not 0 <= step <= self._step:
+        self._assert_valid()
+        step = _checked_step(step)
+        if step > self._step:
             raise ValueError(
                 f"`step={step}` has no state, because the next step is {self._step}."
             )
@@ -185,7 +218,7 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
         for name, number in self._dataset.steps_before(step).items():
             with _naming(name):
                 states[name] = self.iterators[name].state_before(number)
-        return {"step": step, **self._dataset.config(), "streams": states}
+        return {"step": step, **self._dataset.config(step), "streams": states}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores the states of all streams.
@@ -204,16 +237,25 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
                 "`state` is not a state of a `StreamMixture`. Pass the result of "
                 "`get_state()` or `state_before(step)` of its iterator."
             )
-        for key, now in self._dataset.config().items():
+        step = _checked_step(state["step"])
+        for key, now in self._dataset.config(step).items():
             if state[key] != now:
                 raise ValueError(
                     f"`state` is of a mixture with the {key} {state[key]}, and this "
                     f"one has {now}. Restore the previous streams and weights."
                 )
+        states, steps = state["streams"], self._dataset.steps_before(step)
+        if steps != {name: x.get("step") for name, x in states.items()}:
+            raise ValueError(
+                f"`state` is of step {step}, but the states of its streams are not of "
+                f"their steps {steps}. Pass a state as it was saved."
+            )
+        # If a stream refuses its state, the others are at different steps.
+        self._is_valid = False
         for name, iterator in self.iterators.items():
             with _naming(name):
-                iterator.set_state(state["streams"][name])
-        self._step = state["step"]
+                iterator.set_state(states[name])
+        self._step, self._is_valid = step, True
 
     def close(self) -> None:
         for iterator in self.iterators.values():
@@ -231,6 +273,13 @@ def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return entries | {"fingerprint": digest(text.encode())}
 
 
+def _checked_step(step: Any) -> int:
+    step = check_integer("step", step)
+    if step < 0:
+        raise ValueError(f"`step={step}` must not be negative.")
+    return step
+
+
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
     """Adds the name of a stream to the errors of a `with` block."""
@@ -239,5 +288,7 @@ def _naming(name: str) -> Iterator[None]:
     except StopIteration:
         raise
     except Exception as error:
-        error.add_note(f"This is the stream {name!r} of the mixture.")
+        note = f"This is the stream {name!r} of the mixture."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise

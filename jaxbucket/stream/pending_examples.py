@@ -7,7 +7,7 @@ import copy
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grain
 
@@ -33,8 +33,9 @@ def easy_first(
     comes although it is not open. So every example comes exactly once.
 
     Pass the result to `stream_batches`. Each process orders its own part of the
-    examples. The limit depends on the number of examples that this iterator has
-    yielded, so it starts again with every epoch of `stream_batches(num_epochs=...)`.
+    examples, as does each worker. The limit depends on the number of examples that this
+    iterator has yielded, so it starts again with every epoch of
+    `stream_batches(num_epochs=...)`.
 
     Example:
       >>> stream = grain.MapDataset.source([5, 1, 4, 2, 3]).to_iter_dataset()
@@ -94,11 +95,15 @@ class EasyFirst(grain.IterDataset[Any]):
         limit: Callable[[int], float],
         max_pending: int,
     ):
-        super().__init__()
-        self.stream = stream
+        super().__init__(stream)
         self.difficulty_fn = difficulty_fn
         self.limit = limit
         self.max_pending = max_pending
+
+    @property
+    def stream(self) -> grain.IterDataset[Any]:
+        """The examples. A worker replaces them by its share."""
+        return cast(grain.IterDataset[Any], self.parents[0])
 
     def __iter__(self) -> EasyFirstIterator:
         return EasyFirstIterator(self)

@@ -101,13 +101,19 @@ class StreamRun:
 
         The values are plain Python for JSON.
         """
-        plans = [
-            f"{phase.fingerprint[:16]} from step {phase.first_step}"
-            for phase in self.phases
-            if phase.first_step < max(before, 1)
-        ]
         return {
             **self.options.config(),
-            "plans": ", ".join(plans),
+            "plans": self._plans(0, max(before, 1)),
             "processes_meet": self.processes is not None,
         }
+
+    def later_plans(self, step: int) -> str:
+        """Returns a description of the plans that no batch before a step depends on."""
+        return self._plans(max(step, 1), math.inf)
+
+    def _plans(self, start: float, end: float) -> str:
+        return ", ".join(
+            f"{phase.fingerprint[:16]} from step {phase.first_step}"
+            for phase in self.phases
+            if start <= phase.first_step < end
+        )

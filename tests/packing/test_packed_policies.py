@@ -192,6 +192,24 @@ def test_the_last_bucket_holds_the_longest_truncated_sequences(
     assert sorted(rows[rows >= 0]) == list(range(16))
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("longest", [None, {"source": 128, "target": 96}])
+def test_packed_rows_cost_what_was_predicted_for_sparse_attention(seed, longest):
+    lengths = pairs_problem(seed, size=120)
+    choice = jb.plan_packing(
+        lengths,
+        max_tokens=1024,
+        max_seq_len=longest,
+        num_buckets=3,
+        cost_fn=jb.plan.EncoderDecoderCost("source", "target", 8, 1),
+        block_sparse=True,
+        pack="always",
+    )
+    assert choice.report.epoch_cost == pytest.approx(choice.epoch_costs["packed"])
+    rows = [bucket.examples for bucket in choice.report.buckets]
+    assert rows == list(choice.rows)
+
+
 def test_packed_plans_of_several_sequences_check_their_arguments():
     with pytest.raises(ValueError, match="`max_padding=1e-09` cannot be met"):
         jb.plan_packing(

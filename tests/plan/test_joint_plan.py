@@ -1,5 +1,6 @@
 """Plans for examples with several sequences."""
 
+import ast
 import re
 
 import numpy as np
@@ -122,6 +123,24 @@ def test_the_last_bucket_has_the_maximum_t(overlong):
     message = "does not hold 1 row of .*source.*32.*target.*40"
     with pytest.raises(ValueError, match=message):
         jb.plan_buckets(pairs, max_tokens=71, max_seq_len=longest, overlong=overlong)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_remedy_for_a_budget_is_sufficient(seed):
+    rng = np.random.default_rng(seed)
+    lengths = {name: rng.integers(1, 20, 5) for name in ("source", "target")}
+    options = {
+        "num_buckets": 2,
+        "seq_len_multiple": {"source": int(rng.choice([1, 16])), "target": 3},
+        "batch_size_multiple": int(rng.choice([1, 4])),
+        "overlong": str(rng.choice(["error", "truncate"])),
+    }
+    budget = 5 if seed % 2 else {"source": 20, "target": 1}
+    with pytest.raises(ValueError, match="Raise `max_tokens` to") as error:
+        jb.plan_buckets(lengths, max_tokens=budget, **options)
+    remedy = re.search(r"Raise `max_tokens` to (.*?), or lower", str(error.value))
+    assert remedy is not None
+    jb.plan_buckets(lengths, max_tokens=ast.literal_eval(remedy[1]), **options)
 
 
 def test_an_example_dropped_for_one_sequence_may_be_too_long_in_another():

@@ -92,6 +92,17 @@ def test_values_that_are_rounded_to_another_dtype_have_another_fingerprint():
     assert half.fingerprint not in (exact.fingerprint, double.fingerprint)
 
 
+def test_limits_that_floats_do_not_distinguish_have_different_fingerprints():
+    times = 1_700_000_000_000_000_000 + np.arange(64)
+    plan = plan_buckets([8] * 64, max_tokens=32)
+
+    def schedule(high):
+        pacing = ByValue(LinearPacing(start=0, steps=4), int(times[0]), int(high))
+        return BatchSchedule(plan, [8] * 64, order=Curriculum(times, pacing))
+
+    assert schedule(times[20]).fingerprint != schedule(times[60]).fingerprint
+
+
 @pytest.mark.parametrize("size", [7, 600, 1000, 4099])
 def test_a_share_by_steps_opens_exactly_as_many_examples(size):
     rows = schedule_of(LinearPacing())._rows

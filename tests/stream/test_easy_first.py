@@ -11,6 +11,7 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.schedule import ByValue, LinearPacing
 from jaxbucket.stream import easy_first
+from jaxbucket.stream.epochs import slice_stream
 
 
 def stream_of(values) -> grain.IterDataset:
@@ -220,3 +221,26 @@ def test_streams_with_plans_of_their_own_are_mixed_and_resumed():
     again.set_state(state)
     for name, batch in zip(names[17:], batches[17:], strict=True):
         np.testing.assert_array_equal(batch.features[name], next(again).features[name])
+
+
+def test_workers_order_their_shares():
+    stream = jb.stream.easy_first(
+        grain.MapDataset.range(20).to_iter_dataset(), lambda x: -x, lambda count: -99
+    )
+    slice_stream(stream, slice(1, None, 2), False)
+    assert list(stream) == list(range(19, 0, -2))
+
+
+def test_the_end_of_a_stream_is_read_once():
+    reads = []
+
+    def read(x):
+        reads.append(x)
+        return x
+
+    stream = grain.MapDataset.range(128).to_iter_dataset().map(read)
+    iterator = iter(jb.stream.easy_first(stream, lambda x: x, lambda count: -1))
+    first = next(iterator)
+    snapshots = len(iterator._snapshots)
+    assert [first, *iterator] == list(range(128)) == reads
+    assert len(iterator._snapshots) <= snapshots

@@ -153,6 +153,33 @@ def test_streams_with_the_same_bucket_have_a_program_each():
     assert num_traces == traced and min(weights.values()) > 0
 
 
+def test_batches_are_padded_to_a_bucket_of_their_own_component():
+    mesh = jb.data_mesh(jax.devices()[:1])
+    examples = {
+        "text": {"x": np.ones(3, np.int32)},
+        "audio": {"x": np.ones((3, 2), np.float32)},
+    }
+    shapes, specs = {"text": (4, 20), "audio": (4, 16)}, {}
+    for name, example in examples.items():
+        plan = jb.BucketPlan.from_shapes([shapes[name]])
+        specs |= jb.sharding.batch_specs(plan, example, mesh, component=name)
+
+    def count_more_tokens(state, batch):
+        return state + batch.num_tokens
+
+    steps = jb.compile_steps(
+        count_more_tokens,
+        jb.sharding.replicate(np.int32(0), mesh),
+        specs,
+        unplanned="longer",
+    )
+    for example in examples.values():
+        batch = jb.data.collate_rows([example], jb.Bucket(4, 12))
+        (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
+        with pytest.warns(RuntimeWarning, match="It was padded to"):
+            assert int(steps(jb.sharding.replicate(np.int32(0), mesh), batch)) == 3
+
+
 def test_the_mixture_ends_with_the_stream_whose_turn_it_is():
     streams = {name: batches_of(name, num_epochs=1) for name in PLANS}
     alone = [batch for batch in batches_of("text", num_epochs=1)]
@@ -186,6 +213,70 @@ def test_a_run_with_another_plan_or_weights_does_not_resume():
             iterator.set_state(bad)
     with pytest.raises(ValueError, match="`step=1` has no state, because the next"):
         iterator.state_before(1)
+
+
+def test_a_plan_may_change_at_a_step_that_was_not_reached():
+    now, later = PLANS["text"], jb.BucketPlan.from_shapes([(8, 8), (2, 32)])
+    before = batches_of("text", plan=now)
+    after = batches_of("text", plan={0: now, 15: later})
+    iterator, again = iter(before), iter(after)
+    batches = [next(iterator) for _ in range(6)]
+    before.position(5).check_same(after.position(5))
+    again.set_state(iterator.state_before(5))
+    assert_same(next(again), batches[5])
+    with pytest.raises(ValueError, match="schedule plans .* from step 15"):
+        before.position(16).check_same(after.position(16))
+    # Processes have to agree on later plans, too.
+    assert before.position(5).schedule != after.position(5).schedule
+
+
+def test_weights_may_change_at_a_step_that_was_not_reached():
+    before, after = mixture(WEIGHTS[0]), mixture({0: WEIGHTS[0], 15: WEIGHTS[1]})
+    iterator = iter(before)
+    batches = [next(iterator) for _ in range(12)]
+    state = iterator.state_before(10)
+    before.position(10).check_same(after.position(10))
+    again = iter(after)
+    again.set_state(state)
+    assert_same(next(again), batches[10])
+    with pytest.raises(ValueError, match="schedule weights"):
+        before.position(16).check_same(after.position(16))
+    for _ in range(8):
+        next(iterator)
+    with pytest.raises(ValueError, match="is of a mixture with the weights"):
+        again.set_state(iterator.get_state())
+
+
+def test_a_refused_state_leaves_no_valid_iterator():
+    iterator = iter(mixture())
+    for _ in range(10):
+        next(iterator)
+    state = iterator.get_state()
+    streams = mixture().streams | {"audio": batches_of("audio", max_wait=99)}
+    again = iter(StreamMixture(streams, {"text": 3, "audio": 1}))
+    with pytest.raises(ValueError, match="99"):
+        again.set_state(state)
+    for use in (lambda: next(again), again.get_state):
+        with pytest.raises(ValueError, match="The last state that was set was rej"):
+            use()
+    iterator.set_state(state)
+    parts = {"text": state["streams"]["text"]}
+    for other in (state | {"step": 4}, state | {"streams": parts}):
+        with pytest.raises(ValueError, match="are not of their steps"):
+            iterator.set_state(other)
+    next(iterator)
+    with pytest.raises(ValueError, match="`step=-1` must not be negative"):
+        mixture().turn(-1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"shard": jb.data.RowShard((0,), 1, ("data",))}]
+)
+def test_streams_agree_in_accumulation_and_rows(options):
+    streams = mixture().streams | {"text": batches_of("text", **options)}
+    (name,) = options
+    with pytest.raises(ValueError, match=f"have different values of `{name}`"):
+        StreamMixture(streams, {"text": 3, "audio": 1})
 
 
 @pytest.mark.parametrize(
