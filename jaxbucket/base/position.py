@@ -156,6 +156,10 @@ def _changes(
 ) -> dict[str, str]:
     """Returns a description of each changed entry in one part of a position."""
     ignored = {_FINGERPRINT, *_LATER}
+    if _LATER[0] in new and _LATER[0] not in old:
+        # Earlier versions did not distinguish later plans.
+        plans = filter(None, (new["plans"], new[_LATER[0]]))
+        new = {**new, "plans": ", ".join(plans)}
     if not (_PROCESSES in old and _PROCESSES in new):
         ignored.add(_PROCESSES)
     changes = {

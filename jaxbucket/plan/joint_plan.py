@@ -137,6 +137,8 @@ def best_shapes(
     # The longest examples need the largest shapes.
     rounded = limits.rounded(planned)
     needed = rounded[[rounded.sum(axis=1).argmax(), *rounded.argmax(axis=0)]]
+    if num_buckets == 1:
+        needed = rounded.max(axis=0)[None]
     if limits.must_hold_all:
         needed = np.append(limits.max_seq_lens(matrix)[None], needed, axis=0)
     limits.check_shapes(needed)

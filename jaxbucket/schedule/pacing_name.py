@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 from jaxbucket.schedule.pacing import (
@@ -47,8 +48,10 @@ def pacing_name(pacing: Pacing) -> list[str]:
 
 
 def _exact(value: Any) -> float:
-    """Returns a number as a float, or unchanged if it is not exactly a float."""
-    return float(value) if float(value) == value else value
+    """Returns a number as a float, or as an integer that no float equals."""
+    if isinstance(value, numbers.Integral) and int(float(value)) != int(value):
+        return int(value)
+    return float(value)
 
 
 # Powers of two that exceed the steps and the tokens of any run.

@@ -371,7 +371,8 @@ class StreamDataset(grain.IterDataset[Any]):
         Args:
           step: the next step.
         """
-        phase = self._run.phase_at(step)
+        # The plan of the next step may change until this step is done.
+        phase = self._run.phase_at(max(step - 1, 0))
         plan = {**json.loads(phase.plan.to_json()), "fingerprint": phase.fingerprint}
         sample = phase.sample
         data = {"lengths": "unknown", "fingerprint": digest(b"")}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +21,11 @@ from jaxbucket.stream.dataset import StreamDataset
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.reader import StreamCounts
 
+# What all streams have in common, and how to compare it.
+_SAME: tuple[tuple[str, Callable[[StreamDataset], Any]], ...] = (
+    ("accumulate", lambda stream: stream.accumulate),
+    ("shard", lambda stream: (stream.shard.parts, stream.shard.num_parts)),
+)
 _STATE_KEYS = {"step", "names", "weights", "streams"}
 
 
@@ -74,8 +80,8 @@ class StreamMixture(grain.IterDataset[Any]):
                     f"`streams[{name!r}]` is a {type(stream).__name__}. Pass the "
                     "result of `stream_batches`."
                 )
-        for name in ("accumulate", "shard"):
-            values = {x: getattr(stream, name) for x, stream in streams.items()}
+        for name, value_of in _SAME:
+            values = {x: value_of(stream) for x, stream in streams.items()}
             if len(set(values.values())) > 1:
                 raise ValueError(
                     f"`streams` have different values of `{name}`: {values}. Pass the "
@@ -140,7 +146,14 @@ class StreamMixture(grain.IterDataset[Any]):
         later = {x: weights[x] for x in weights.keys() - self.config(step)["weights"]}
         parts[2] |= self.config(step)
         parts[2] |= {"processes": processes, "later_weights": later}
+        parts[2]["fingerprint"] = self.fingerprint
         return DataPosition(step, *parts)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of everything that batches depend on, except the streams."""
+        parts = [stream.fingerprint for stream in self.streams.values()]
+        return digest(json.dumps([self.config(), parts], sort_keys=True).encode())
 
     def config(self, before: float = math.inf) -> dict[str, Any]:
         """Returns the names of the streams, and their weights before a step.
@@ -227,7 +240,7 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
 
         Args:
           state: a state that `get_state` or `state_before` returned, for the same
-            streams and weights.
+            streams, and the same weights up to its step.
 
         Raises:
           ValueError: if `state` is not such a state, or a stream refuses its state.
@@ -245,7 +258,7 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
                     f"one has {now}. Restore the previous streams and weights."
                 )
         states, steps = state["streams"], self._dataset.steps_before(step)
-        if steps != {name: x.get("step") for name, x in states.items()}:
+        if steps != _steps_of(states):
             raise ValueError(
                 f"`state` is of step {step}, but the states of its streams are not of "
                 f"their steps {steps}. Pass a state as it was saved."
@@ -258,6 +271,7 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
         self._step, self._is_valid = step, True
 
     def close(self) -> None:
+        super().close()
         for iterator in self.iterators.values():
             iterator.close()
 
@@ -271,6 +285,16 @@ def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
     text = json.dumps(entries, sort_keys=True, default=str)
     return entries | {"fingerprint": digest(text.encode())}
+
+
+def _steps_of(states: Any) -> dict[str, Any] | None:
+    """Returns name -> the step of a stream's state; None if these are not states."""
+    if not isinstance(states, Mapping):
+        return None
+    return {
+        name: state.get("step") if isinstance(state, Mapping) else None
+        for name, state in states.items()
+    }
 
 
 def _checked_step(step: Any) -> int:

@@ -130,7 +130,7 @@ def test_the_remedy_for_a_budget_is_sufficient(seed):
     rng = np.random.default_rng(seed)
     lengths = {name: rng.integers(1, 20, 5) for name in ("source", "target")}
     options = {
-        "num_buckets": 2,
+        "num_buckets": 1 + seed // 3,
         "seq_len_multiple": {"source": int(rng.choice([1, 16])), "target": 3},
         "batch_size_multiple": int(rng.choice([1, 4])),
         "overlong": str(rng.choice(["error", "truncate"])),

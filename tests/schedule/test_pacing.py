@@ -16,6 +16,7 @@ from jaxbucket.schedule import (
     StepPacing,
 )
 from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.pacing_name import pacing_name
 
 
 class Counted:
@@ -101,6 +102,10 @@ def test_limits_that_floats_do_not_distinguish_have_different_fingerprints():
         return BatchSchedule(plan, [8] * 64, order=Curriculum(times, pacing))
 
     assert schedule(times[20]).fingerprint != schedule(times[60]).fingerprint
+    largest = 2**53 + 1
+    pacing = [ByValue(LinearPacing(), 0, x) for x in (largest, np.int64(largest))]
+    assert pacing_name(pacing[0]) == pacing_name(pacing[1])
+    assert pacing_name(pacing[0]) != pacing_name(ByValue(LinearPacing(), 0, 2**53))
 
 
 @pytest.mark.parametrize("size", [7, 600, 1000, 4099])

@@ -221,7 +221,11 @@ def test_a_plan_may_change_at_a_step_that_was_not_reached():
     after = batches_of("text", plan={0: now, 15: later})
     iterator, again = iter(before), iter(after)
     batches = [next(iterator) for _ in range(6)]
-    before.position(5).check_same(after.position(5))
+    for step in (5, 15):
+        before.position(step).check_same(after.position(step))
+    earlier = after.position(5).to_dict()
+    earlier["schedule"]["plans"] += ", " + earlier["schedule"].pop("later_plans")
+    jb.data.DataPosition.from_dict(earlier).check_same(after.position(5))
     again.set_state(iterator.state_before(5))
     assert_same(next(again), batches[5])
     with pytest.raises(ValueError, match="schedule plans .* from step 15"):
@@ -261,16 +265,23 @@ def test_a_refused_state_leaves_no_valid_iterator():
             use()
     iterator.set_state(state)
     parts = {"text": state["streams"]["text"]}
-    for other in (state | {"step": 4}, state | {"streams": parts}):
+    broken = (
+        {"step": 4},
+        {"streams": parts},
+        {"streams": []},
+        {"streams": {"a": None}},
+    )
+    for other in (state | change for change in broken):
         with pytest.raises(ValueError, match="are not of their steps"):
             iterator.set_state(other)
     next(iterator)
+    assert len({mixture(x).position(0).schedule["fingerprint"] for x in WEIGHTS}) == 3
     with pytest.raises(ValueError, match="`step=-1` must not be negative"):
         mixture().turn(-1)
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate": 2}, {"shard": jb.data.RowShard((0,), 1, ("data",))}]
+    "options", [{"accumulate": 2}, {"shard": jb.data.RowShard((0, 1), 2)}]
 )
 def test_streams_agree_in_accumulation_and_rows(options):
     streams = mixture().streams | {"text": batches_of("text", **options)}
