@@ -104,6 +104,7 @@ def test_the_commands_of_the_page_on_planning_run(tmp_path):
     assert (tmp_path / "docs" / "comparison.png").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_on_several_lengths_run(tmp_path):
     pairs = [{"en": "a" * n, "de": "b" * (n + 9)} for n in range(20, 140)]
     (tmp_path / "examples").mkdir()

@@ -192,7 +192,9 @@ def test_the_last_bucket_holds_the_longest_truncated_sequences(
     assert sorted(rows[rows >= 0]) == list(range(16))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))]
+)
 @pytest.mark.parametrize("longest", [None, {"source": 128, "target": 96}])
 def test_packed_rows_cost_what_was_predicted_for_sparse_attention(seed, longest):
     lengths = pairs_problem(seed, size=120)
