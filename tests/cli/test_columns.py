@@ -109,6 +109,7 @@ def test_every_limit_reaches_the_planner(files, words, options):
     assert made == jb.plan_buckets(PAIRS, **options)
 
 
+@pytest.mark.exhaustive
 def test_functions_receive_the_length_of_each_column(files, monkeypatch):
     monkeypatch.syspath_prepend(files)
     (files / "pair_functions.py").write_text(

@@ -377,6 +377,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
         pytest.param({"FORCE_COLOR": "1"}, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_tables_of_large_numbers_fit_80_columns(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

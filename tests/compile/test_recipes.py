@@ -79,6 +79,7 @@ def start(folder, dtype=np.float32):
     return compiles["my_step"]
 
 
+@pytest.mark.exhaustive
 def test_the_job_loads_precompiled_programs(tmp_path):
     jax.clear_caches()
     done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))

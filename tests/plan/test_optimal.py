@@ -462,6 +462,7 @@ def test_no_more_buckets_are_tried_than_an_epoch_has_batches(monkeypatch):
 
 
 @pytest.mark.parametrize("seed", [2, *exhaustive([0, 1, 3, 4, 5])])
+@pytest.mark.exhaustive
 def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)

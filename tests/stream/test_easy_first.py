@@ -82,6 +82,7 @@ def test_examples_come_in_the_order_of_the_definition(limit, max_pending):
             assert [tuple(x) for x in resumed] == order[step:]
 
 
+@pytest.mark.exhaustive
 def test_states_of_the_stream_are_kept_only_for_pending_examples():
     values = [1] * 100 + [9] + [1] * 5000
     limit = {False: 0, True: 9}

@@ -546,6 +546,7 @@ def test_each_of_the_longest_buckets_has_a_minimum_share():
 # Lengths that change
 
 
+@pytest.mark.exhaustive
 def test_a_drift_contains_a_plan_that_the_stream_can_adopt(monkeypatch):
     monkeypatch.setattr(drift_module, "_WINDOW", 512)
     rng = np.random.default_rng(0)

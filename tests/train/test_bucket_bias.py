@@ -30,6 +30,7 @@ def test_every_bucket_of_a_long_epoch_is_measured(order):
     assert chosen != bucket_gradients._choose(batches, 8, seed=1)[1]
 
 
+@pytest.mark.exhaustive
 def test_a_sketch_keeps_inner_products():
     rng = np.random.default_rng(0)
     size = 3 * SKETCH_SIZE

@@ -53,6 +53,7 @@ def make_state(tx, mesh):
         pytest.param("jit", 1, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_scales_are_updated_as_by_flax(mode, num_devices):
     mesh, tx = jb.data_mesh(jax.devices()[:num_devices]), optax.sgd(1e-2)
     state, batch = make_state(tx, mesh), make_batch(mesh)

@@ -46,6 +46,7 @@ def mesh() -> jax.sharding.Mesh:
     return jb.data_mesh(jax.devices()[:2])
 
 
+@pytest.mark.exhaustive
 def test_a_change_of_plan_and_accumulation_compiles_nothing(mesh):
     lengths = np.random.default_rng(0).integers(1, 17, 60)
     options = {"batch_size_multiple": 2, "num_buckets": 2, "seq_len_multiple": 4}

@@ -267,6 +267,7 @@ def test_any_number_of_sequences(sides):
     assert max(plan.lower_bound, plan.steady_cost) <= plan.epoch_cost < whole / 1.5
 
 
+@pytest.mark.exhaustive
 def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
     rng = np.random.default_rng(0)
     lengths = np.maximum(1, rng.lognormal(4, 0.6, (400, 2)).astype(int))

@@ -198,6 +198,7 @@ def test_texts_of_a_comparison_stay_inside_and_apart(
     "seconds",
     [1e-9, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 1e7))],
 )
+@pytest.mark.exhaustive
 def test_texts_of_a_curve_stay_inside_and_apart(seconds, check_texts):
     limits = Limits(**OPTIONS, cost_fn=TokenCost(1e4 / seconds))
     curve = plan_curve(LENGTHS, limits, compile_seconds=seconds, num_epochs=3)
