@@ -21,7 +21,7 @@ from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.reader import PooledExample, StreamCounts
 from jaxbucket.stream.rounds import StreamRounds
 from jaxbucket.stream.run import StreamRun
-from jaxbucket.stream.state import StreamState, num_tokens
+from jaxbucket.stream.state import StreamState, check_not_rejected, num_tokens
 
 # The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
@@ -272,11 +272,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             set last was rejected.
           RuntimeError: if an interrupt during the last step lost examples.
         """
-        if not self._is_valid:
-            raise ValueError(
-                "The last state that was set was rejected, so the iterator has no "
-                "valid state. Call `set_state` with a saved state."
-            )
+        check_not_rejected(self._is_valid)
         served = next((x for x in self._served if x.step == step), None)
         if step != self._step and served is None:
             first = self._served[0].step if self._served else self._step

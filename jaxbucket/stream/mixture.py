@@ -20,6 +20,7 @@ from jaxbucket.schedule.turns import turn_order
 from jaxbucket.stream.dataset import StreamDataset
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.reader import StreamCounts
+from jaxbucket.stream.state import check_not_rejected
 
 # What all streams have in common, and how to compare it.
 _SAME: tuple[tuple[str, Callable[[StreamDataset], Any]], ...] = (
@@ -192,19 +193,12 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
 
     def __next__(self) -> Any:
         self._assert_not_closed()
-        self._assert_valid()
+        check_not_rejected(self._is_valid)
         name, _ = self._dataset.turn(self._step)
         with _naming(name):
             batch = next(self.iterators[name])
         self._step += 1
         return batch
-
-    def _assert_valid(self) -> None:
-        if not self._is_valid:
-            raise ValueError(
-                "The last state that was set was rejected, so the iterator has no "
-                "valid state. Call `set_state` with a saved state."
-            )
 
     def get_state(self) -> dict[str, Any]:
         """Returns the states of all streams, as plain Python for JSON."""
@@ -221,7 +215,7 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
         Raises:
           ValueError: if the state before `step` is not available.
         """
-        self._assert_valid()
+        check_not_rejected(self._is_valid)
         step = _checked_step(step)
         if step > self._step:
             raise ValueError(

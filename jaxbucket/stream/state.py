@@ -225,3 +225,16 @@ def _to_text(indices: list[int]) -> str:
 
 def _from_text(text: str) -> list[int]:
     return list(itertools.accumulate(_count(int(x)) for x in text.split()))
+
+
+def check_not_rejected(is_valid: bool) -> None:
+    """Raises a ValueError if the state that was set last was rejected.
+
+    Args:
+      is_valid: False from a rejected state until a valid one is set.
+    """
+    if not is_valid:
+        raise ValueError(
+            "The last state that was set was rejected, so the iterator has no valid "
+            "state. Call `set_state` with a saved state."
+        )
