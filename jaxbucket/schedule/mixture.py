@@ -18,7 +18,7 @@ from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.mixture_checks import check_components, check_names
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
-from jaxbucket.schedule.mixture_weights import Weights, check_weights
+from jaxbucket.schedule.mixture_weights import Weights, as_share, check_weights
 from jaxbucket.schedule.turns import TurnOrder, turn_order
 
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
@@ -110,7 +110,7 @@ class Mixture(Schedule):
         self.names: tuple[str, ...] = ()
         if isinstance(schedules, Mapping):
             self.names = tuple(schedules)
-            check_names(self.names)
+            check_names("schedules", self.names)
             schedules = list(schedules.values())
         self.schedules = list(schedules)
         steps = check_weights(weights, self.names, len(self.schedules))
@@ -166,8 +166,7 @@ class Mixture(Schedule):
     def _share(self, index: int, weight: float) -> Fraction:
         """Returns the share of a component in all turns, up to a common factor."""
         schedule = self.schedules[index]
-        # The decimal that the user wrote, 7/10 for 0.7, gives a short period.
-        share = Fraction(repr(weight))
+        share = as_share(weight)
         if self.by == "steps" or not share:
             return share
         epoch = schedule.cost()

@@ -9,8 +9,12 @@ from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.orders import Order
 
 
-def check_names(names: Sequence[Any]) -> None:
+def check_names(argument: str, names: Sequence[Any]) -> None:
     """Checks the names of components.
+
+    Args:
+      argument: the argument with the names, for messages.
+      names: the names.
 
     Raises:
       ValueError: if a name is not a string.
@@ -18,7 +22,7 @@ def check_names(names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str):
             raise ValueError(
-                f"`schedules` has the name {name!r}, a {type(name).__name__}. Pass "
+                f"`{argument}` has the name {name!r}, a {type(name).__name__}. Pass "
                 "names that are strings."
             )
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -58,6 +59,11 @@ def check_weights(
                 "the mixture, too."
             )
     return result
+
+
+def as_share(weight: float) -> Fraction:
+    """Returns the decimal that the user wrote, 7/10 for 0.7, for a short period."""
+    return Fraction(repr(weight))
 
 
 def _has_steps(weights: Any) -> bool:

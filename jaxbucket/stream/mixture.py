@@ -7,7 +7,6 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from fractions import Fraction
 from typing import Any
 
 import grain
@@ -15,7 +14,8 @@ import grain
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition
-from jaxbucket.schedule.mixture_weights import Weights, check_weights
+from jaxbucket.schedule.mixture_checks import check_names
+from jaxbucket.schedule.mixture_weights import Weights, as_share, check_weights
 from jaxbucket.schedule.turns import turn_order
 from jaxbucket.stream.dataset import StreamDataset
 from jaxbucket.stream.iterator import StreamIterator
@@ -70,12 +70,8 @@ class StreamMixture(grain.IterDataset[Any]):
                 f"`streams={streams!r}` is not a mapping from names to streams. Pass "
                 "`{'web': jb.stream_batches(...), 'code': jb.stream_batches(...)}`."
             )
+        check_names("streams", list(streams))
         for name, stream in streams.items():
-            if not isinstance(name, str):
-                raise ValueError(
-                    f"`streams` has the name {name!r}, a {type(name).__name__}. Pass "
-                    "names that are strings."
-                )
             if not isinstance(stream, StreamDataset):
                 raise ValueError(
                     f"`streams[{name!r}]` is a {type(stream).__name__}. Pass the "
@@ -91,8 +87,7 @@ class StreamMixture(grain.IterDataset[Any]):
         super().__init__(list(streams.values()))
         self.streams = dict(streams)
         self.weights = check_weights(weights, list(self.streams), len(self.streams))
-        # The decimal that the user wrote, 7/10 for 0.7, gives a short period.
-        shares = [[Fraction(repr(x)) for x in row] for row in self.weights.values()]
+        shares = [list(map(as_share, row)) for row in self.weights.values()]
         self._turns = turn_order(list(self.weights), shares)
 
     def __iter__(self) -> StreamMixtureIterator:
