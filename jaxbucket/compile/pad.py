@@ -46,15 +46,10 @@ class BucketPadder:
           ValueError: if the batch fits into no bucket, with `difference` as its
             message, or if its structure or dtypes also differ.
         """
-        bucket = batch.bucket
-        large_enough = [b for b in self._alike(batch) if b.holds(bucket)]
-        if bucket in self._specs or not large_enough:
-            raise ValueError(difference)
-        target = min(large_enough, key=lambda b: (b.num_tokens, b.seq_len))
         leaves, structure = jax.tree.flatten(batch)
-        key = target, structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._pads:
-            self._pads[key] = self._padder(batch, self._specs[target])
+            target, self._pads[key] = self._choose(batch, difference)
             warnings.warn(
                 f"{difference} It was padded to {target}, like all batches of this "
                 "shape.",
@@ -63,11 +58,30 @@ class BucketPadder:
             )
         return self._pads[key](batch)
 
-    def _alike(self, batch: Batch) -> list[Bucket]:
-        """Returns the buckets of batches with the same features, or else all."""
-        kinds = _kinds(batch)
-        alike = [b for b, x in self._specs.items() if _kinds(x) == kinds]
-        return alike or list(self._specs)
+    def _choose(
+        self, batch: Batch, difference: str
+    ) -> tuple[Bucket, Callable[[Batch], Batch]]:
+        """Returns a bucket that holds batches like this one, and pads them to it.
+
+        Raises:
+          ValueError: as `__call__`.
+        """
+        kinds, errors = _kinds(batch), []
+
+        def preference(bucket: Bucket) -> tuple[bool, int, int]:
+            differs = _kinds(self._specs[bucket]) != kinds
+            return differs, bucket.num_tokens, bucket.seq_len
+
+        buckets = [b for b in self._specs if b.holds(batch.bucket)]
+        if batch.bucket in self._specs:
+            buckets = []
+        # Those of another component of a mixture may have features of other shapes.
+        for target in sorted(buckets, key=preference):
+            try:
+                return target, self._padder(batch, self._specs[target])
+            except ValueError as error:
+                errors.append(error)
+        raise errors[0] if errors else ValueError(difference)
 
     def _padder(self, batch: Batch, spec: Batch) -> Callable[[Batch], Batch]:
         """Returns a function that pads batches like this one to the shape of `spec`.

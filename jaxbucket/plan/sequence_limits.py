@@ -293,21 +293,21 @@ class SequenceLimits:
         shape = list(self._sizes(seq_lens))[bad]
         multiple = self.batch_size_multiple
         least = -(-self.min_batch_size // multiple) * multiple
-        budget, needed = self.max_tokens, ""
+        budget, remedy = self.max_tokens, "Raise `max_tokens`"
         if isinstance(budget, int):
-            needed = f" to {least * int(seq_lens.sum(axis=1).max())}"
+            remedy += f" to {least * int(seq_lens.sum(axis=1).max())}"
         elif isinstance(budget, Sizes):
             pairs = zip(self.sequences, seq_lens.max(axis=0).tolist(), strict=True)
             most = {name: max(budget[name], least * t) for name, t in pairs}
-            needed = f" to {most}"
+            remedy = f"Pass `max_tokens={most}`"
         lower = "`max_seq_len`"
         if least > 1:
             name = "min_batch_size" if least > multiple else "batch_size_multiple"
             lower = f"`{name}={getattr(self, name)}` or {lower}"
         raise ValueError(
             f"`max_tokens={budget!r}` does not hold {least} "
-            f"{'row' if least == 1 else 'rows'} of `seq_len={shape!r}`. Raise "
-            f"`max_tokens`{needed}, or lower {lower}."
+            f"{'row' if least == 1 else 'rows'} of `seq_len={shape!r}`. "
+            f"{remedy}, or lower {lower}."
         )
 
     def plan(self, seq_lens: np.ndarray) -> BucketPlan:

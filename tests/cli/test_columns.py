@@ -169,6 +169,7 @@ def test_plans_of_several_columns_are_drawn(files, columns):
         (["--block-sparse"], "`--block-sparse` requires `--pack`. Remove it, or add "),
         (["--max-tokens", "10,20"], "`--max-tokens 10,20` is a list of budgets, one "),
         (["--max-tokens", 20], "'target': 122}`. Raise `--max-tokens` to 318, or"),
+        (["--max-tokens", "source=9,target=4000"], "Pass `--max-tokens source="),
         (["--overlong", "split"], "`--overlong split`: choose 'error', 'drop', 'tru"),
         (["--overlong", "source=split,target=drop"], "`--overlong source=split`: "),
         (["--max-seq-len", "source=9"], "but the lengths have ['source', 'target']: '"),

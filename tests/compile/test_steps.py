@@ -925,6 +925,25 @@ def test_an_unplanned_batch_is_padded_to_a_longer_bucket():
         steps(small_state(), vector)
 
 
+def test_a_longer_bucket_has_features_of_the_same_sizes():
+    specs = {}
+    for seq_len, width in ((8, 4), (16, 2)):
+        plan = jb.BucketPlan.from_shapes([(4, seq_len)])
+        example = {"x": np.ones((3, width), np.float32)}
+        specs |= jb.sharding.batch_specs(plan, example, ONE)
+    steps = jb.compile_steps(
+        slow_to_trace()[0], small_state(), specs, unplanned="longer"
+    )
+    odd = [
+        small_batch(jb.Bucket(3, 5), {"x": np.ones((3, width), np.float32)})
+        for width in (2, 3)
+    ]
+    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 16\]"):
+        assert steps.fit(odd[0]).features["x"].shape == (4, 16, 2)
+    with pytest.raises(ValueError, match=r"is float32\[3, 5, 3\].*float32\[3, 5, 4\]"):
+        steps.fit(odd[1])
+
+
 LABELS = {
     "x": np.ones(3, np.float32),
     "labels": np.full(3, 5, np.int32),
