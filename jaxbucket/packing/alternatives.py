@@ -101,9 +101,9 @@ class Alternatives:
         if pack == "auto":
             mixing = options.mixing
             weighted = self.epoch.epoch_cost * (1 + mixing * self.separation)
-            is_packed = packed.padding <= options.max_padding
-            is_packed &= packed.weighted_cost(mixing) < weighted
-            cause = self._cause(is_packed, packed, options.max_padding)
+            is_better = packed.weighted_cost(mixing) < weighted
+            is_packed = is_better and packed.padding <= options.max_padding
+            cause = self._cause(is_packed, is_better, packed)
         chosen = self._padded
         if is_packed:
             chosen = _packed_plan(packed, options.max_segments_per_row)
@@ -114,10 +114,10 @@ class Alternatives:
         }
         return dataclasses.replace(chosen, epoch_costs=costs, cause=cause)
 
-    def _cause(self, is_packed: bool, packed: RowChoice, max_padding: float) -> str:
-        """Returns why the cheaper rows were chosen, as a clause."""
+    def _cause(self, is_packed: bool, is_better: bool, packed: RowChoice) -> str:
+        """Returns why packed rows were chosen or not, as a clause."""
         more = packed.cost / self.epoch.epoch_cost - 1
-        if not is_packed and packed.padding > max_padding and more < 0:
+        if is_better and not is_packed:
             return "packed rows would exceed `max_padding`"
         if more < 0 and is_packed:
             return "packed rows cost less"

@@ -53,7 +53,8 @@ class BatchSchedule(Schedule):
 
     * "spread": every epoch draws new batches, by keyed integer permutations, which need
       neither a pass over the data nor a state. The buckets are spread evenly over the
-      steps, so that consecutive updates differ in length as much as the data does.
+      steps, so that consecutive updates differ in length as much as the data does. The
+      sequence of buckets is that of the first epoch.
     * "shuffled": the same, but the batches come in a random order.
     * "source": every epoch is the same. Each bucket takes its examples in source
       order, and a batch comes as soon as it is full.
@@ -109,9 +110,10 @@ class BatchSchedule(Schedule):
         A `packing` is that of the lengths of the subset.
       group: "same" if all micro-batches of a step share a bucket, as pipeline
         parallelism requires, or "mixed" if a step takes consecutive batches of the
-        order. With "same", the micro-batches of a step are filled together, and the
-        last ones may be empty. With "mixed", each is filled separately, and empty
-        batches complete the last step of an epoch.
+        order; with "spread", these are of short and long buckets. With "same", the
+        micro-batches of a step are filled together, and the last ones may be empty.
+        With "mixed", each is filled separately, and empty batches complete the last
+        step of an epoch.
       flow: the number of rows and batches of every bucket in one epoch. Micro-batches
         that share a step because of `group="same"` count as one batch.
       first_step: the step at which the first epoch starts; 0 unless the schedule was

@@ -18,7 +18,7 @@ from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.opening import OpeningSteps
 from jaxbucket.schedule.recent import LOCK
-from jaxbucket.schedule.spread import spread_evenly
+from jaxbucket.schedule.spread_updates import spread_updates
 
 OrderName: TypeAlias = Literal[
     "shuffled", "spread", "source", "ascending", "descending"
@@ -127,12 +127,16 @@ class Spread(Order):
     Any t consecutive batches of a run include the share of every bucket, t * n / N for
     a bucket with n of the N batches of an epoch, with an error of less than four, and
     typically less than two. (For most shares of three or more buckets, no order has
-    errors of less than one in every window.) Consecutive batches, such as the
-    micro-batches of a step with `group="mixed"`, therefore differ in length. After an
-    opening, the rest of the first epoch has the shares of the batches that remain.
+    errors of less than one in every window.) After an opening, the rest of the first
+    epoch has the shares of the batches that remain.
+
+    With several micro-batches of different buckets in a step, short ones are in the
+    same step as long ones, so that the steps of an epoch have similar mixes of lengths.
+    The steps are spread evenly by their mix.
 
     All epochs have the same sequence of buckets, and each draws the examples of its
-    batches. Like a shuffled order, this needs no state.
+    batches. If every bucket has a single full batch, epochs are therefore equal; use
+    "shuffled" instead. Like a shuffled order, this needs no state.
     """
 
     def __str__(self) -> str:
@@ -185,7 +189,7 @@ def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
         order = NAMED[order]
     elif not isinstance(order, Order):
         raise ValueError(
-            f"`order` is a {type(order).__name__}. Pass one of the names "
+            f"`order` has the type {type(order).__name__}. Pass one of the names "
             f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
         )
     order.check(num_examples, is_packed=is_packed)
@@ -219,19 +223,24 @@ class _ShuffledEpochs:
         key = fold(self._seed, epoch, len(self._rows.plan))
         opening = self._opening
         if epoch or opening is None:
-            return self._permute(positions, self._rows.flow.batches, key)
+            return self._permute(positions, self._rows.flow.batches, key, 0)
         numbers = np.empty(len(positions), np.int64)
         is_planned = positions < opening.num_batches
         numbers[is_planned] = opening.batches[positions[is_planned]]
         later = positions[~is_planned] - opening.num_batches
-        drawn = self._permute(later, self._rows.flow.batches - opening.taken, key)
+        remaining = self._rows.flow.batches - opening.taken
+        head = -opening.num_batches % self._rows.batches_per_step
+        drawn = self._permute(later, remaining, key, head)
         numbers[~is_planned] = opening.nth_remaining(drawn)
         return numbers
 
     def _permute(
-        self, positions: np.ndarray, counts: np.ndarray, key: int
+        self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
     ) -> np.ndarray:
-        """Returns the batches at `[n]` positions, if bucket k has `counts[k]`."""
+        """Returns the batches at `[n]` positions, if bucket k has `counts[k]`.
+
+        The first `head` of them complete the last step of the opening.
+        """
         return permute(positions, int(counts.sum()), key)
 
 
@@ -239,13 +248,14 @@ class SpreadEpochs(_ShuffledEpochs):
     """Spreads the batches of each bucket evenly. Epochs differ in their examples."""
 
     def _permute(
-        self, positions: np.ndarray, counts: np.ndarray, key: int
+        self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
     ) -> np.ndarray:
-        total = max(1, int(counts.sum()))
+        size = self._rows.batches_per_step
+        updates = spread_updates(tuple(counts.tolist()), size, head)
         # The seed decides where the sequence starts, and not the epoch, because it
         # would otherwise not continue evenly from one epoch to the next.
-        start = fold(self._seed, len(counts)) % total
-        buckets, numbers = spread_evenly((positions + start) % total, counts)
+        start = fold(self._seed, len(counts)) % max(1, updates.num_updates)
+        buckets, numbers = updates.at(positions, start)
         # The last batch of a bucket, which may not be full, is not always its last one.
         keys = mix_each(buckets, key)
         numbers = permute_each(numbers, counts[buckets], keys)

@@ -21,6 +21,7 @@ from jaxbucket.train.gradient_estimates import (
 )
 from jaxbucket.train.ways_to_batch import (
     NUM_UPDATES,
+    SIZES,
     WayToBatch,
     spread_windows,
     ways_to_batch,
@@ -131,19 +132,26 @@ class BucketBias:
 
     @property
     def summary(self) -> str:
-        """What the order changes, as far as it exceeds two errors, in sentences."""
+        """What the order changes, in sentences, with errors."""
+        if len(self.buckets) < 2:
+            return (
+                "With a single bucket, the order of the batches does not change the "
+                "variance of updates."
+            )
         shuffled, spread = map(_more, self.ways[:2])
+        others = f"Without {self.left_out_share:.1%} of the steps, compared"
         text = (
-            "Compared with random examples of all lengths, training on one bucket at a "
-            f"time needs about {shuffled} tokens because of this variance if the order "
-            f"is shuffled, and {spread} if buckets are spread evenly."
+            f"{others if self.left_out else 'Compared'} with random examples of all "
+            f"lengths, training on one bucket at a time needs about {shuffled} tokens "
+            "because of this variance if the order is shuffled, and "
+            f"{spread} if buckets are spread evenly."
         )
         if self.offset > max(_MIN_OFFSET, 2 * self.offset_error):
             text += (
-                " The mean of updates differs from the mean gradient by "
-                f"{math.sqrt(self.offset):.0%} of its norm, because every update "
-                "counts equally, whatever its weight. Learning rates that are "
-                'proportional to the weight avoid this (`rule="linear"`).'
+                " With one bucket in each update, the mean of updates differs from the "
+                f"mean gradient by {math.sqrt(self.offset):.0%} of its norm, because "
+                "every update counts equally, whatever its weight. Learning rates that "
+                'are proportional to the weight avoid this (`rule="linear"`).'
             )
         return text
 
@@ -260,7 +268,7 @@ def _ways(
     estimates: GradientEstimates, folds: list[GradientEstimates], accumulate: int
 ) -> Iterator[WayToBatch]:
     """Yields the ways to batch, for updates of several measured batches."""
-    windows = spread_windows(estimates.steps)
+    windows = {size: spread_windows(estimates.steps, size) for size in SIZES}
     ways, *others = (
         list(
             ways_to_batch(
@@ -282,15 +290,17 @@ def _shape(bucket: Bucket) -> list[int]:
 
 
 def _more(way: WayToBatch) -> str:
-    """Returns how many more tokens a way needs, if that exceeds two errors."""
+    """Returns how many more tokens a way needs, and whether that exceeds two errors."""
     more, error = abs(way.more_tokens), way.more_tokens_error
-    shown = f" ± {error:.1%}" if error >= _MIN_SHOWN else ""
-    if more <= max(2 * error, _MIN_SHOWN):
-        return f"as many{shown and f' ({shown.strip()})'}"
-    return f"{more:.1%}{shown} {'more' if way.more_tokens >= 0 else 'fewer'}"
+    if max(more, error) < _MIN_SHOWN:
+        return "as many"
+    shown = f"{more:.1%} ± {error:.1%} {'more' if way.more_tokens >= 0 else 'fewer'}"
+    return shown if more > 2 * error else f"{shown} (not significantly)"
 
 
 def _short(number: float) -> str:
+    if abs(number) < 100:
+        return f"{number:.3g}"
     return f"{number:,.0f}" if abs(number) < 1e7 else f"{number:.2e}"
 
 

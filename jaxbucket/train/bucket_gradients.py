@@ -98,7 +98,7 @@ def bucket_bias(
             f"noise and its error. Measure at least {MIN_BATCHES} batches of every "
             "bucket."
         )
-    if not hasattr(batches, "schedule"):
+    if not hasattr(batches, "schedule") or not hasattr(batches, "mesh"):
         raise ValueError(
             f"`batches` is a {type(batches).__name__}. Pass the loader itself, "
             "`MeshLoader(source, schedule, mesh)`, whose schedule tells how often each "

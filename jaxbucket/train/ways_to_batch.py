@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jaxbucket.schedule.spread import spread_evenly
+from jaxbucket.schedule.spread_updates import SpreadUpdates
 from jaxbucket.train.gradient_estimates import GradientEstimates
 
 # Updates over which an optimizer with a momentum of 0.9 averages.
 NUM_UPDATES = 10
-# The most micro-batches in an update of the ways below.
-_MAX_MICRO_BATCHES = 4
+# Numbers of micro-batches in an update of a spread order.
+SIZES = (1, 2, 4)
 # The size of the largest temporary array, `[N, K]` or windows of `[N, 40]` batches.
 _MAX_SIZE = 1 << 20
 
@@ -45,27 +45,32 @@ class WayToBatch:
     more_tokens_error: float = math.nan
 
 
-def spread_windows(steps: np.ndarray) -> np.ndarray:
-    """Returns windows `[N, 40]` of an endless sequence with each bucket evenly spread.
+def spread_windows(steps: np.ndarray, size: int) -> np.ndarray:
+    """Returns 10 consecutive updates `[N, 10, size]` of an endless spread sequence.
 
-    They start at every batch of an epoch. If it has too many batches, windows start at
-    random, one in each of N parts of it: at equal distances, they could always start at
-    the same bucket.
+    They start at every update of an epoch. If it has too many, they start at random,
+    one in each of N parts of it: at equal distances, they could always start at the
+    same bucket.
 
     Args:
       steps: `[K]` integers, the number of batches of each bucket in an epoch.
+      size: the number of batches in an update.
     """
-    total, size = int(steps.sum()), _MAX_MICRO_BATCHES * NUM_UPDATES
-    number = min(total, max(1, _MAX_SIZE // max(size, len(steps))))
+    # All batches of `size` epochs are in whole updates.
+    updates = SpreadUpdates(steps * size, size)
+    total = updates.num_updates
+    most = _MAX_SIZE // max(NUM_UPDATES * size, len(steps))
+    number = min(total, max(1, most))
     starts = np.arange(number) * total // number
     if number < total:
         starts += np.random.default_rng(0).integers(0, total // number, number)
-    positions = (starts[:, None] + np.arange(size)) % total
-    return spread_evenly(positions.ravel(), steps)[0].reshape(positions.shape)
+    numbers = (starts[:, None] + np.arange(NUM_UPDATES)) % total
+    positions = numbers[..., None] * size + np.arange(size)
+    return updates.at(positions.ravel())[0].reshape(positions.shape)
 
 
 def ways_to_batch(
-    estimates: GradientEstimates, windows: np.ndarray
+    estimates: GradientEstimates, windows: Mapping[int, np.ndarray]
 ) -> Iterator[WayToBatch]:
     """Yields several ways to batch, with equal numbers of tokens in an update.
 
@@ -74,16 +79,17 @@ def ways_to_batch(
 
     Args:
       estimates: the gradients of buckets.
-      windows: the result of `spread_windows` for these buckets.
+      windows: size -> the result of `spread_windows` for these buckets, for each of
+        `SIZES`.
     """
     single, pair = _one_batch(estimates), _two_batches(estimates)
     mixed = _mixed(estimates)
     for name, one, several in (
         ("one bucket, shuffled", single, single),
-        ("one bucket, spread", *_spread(estimates, windows, 1)),
+        ("one bucket, spread", *_spread(estimates, windows[1])),
         ("2 micro-batches, shuffled", pair, pair),
-        ("2 micro-batches, spread", *_spread(estimates, windows, 2)),
-        ("4 micro-batches, spread", *_spread(estimates, windows, 4)),
+        ("2 micro-batches, spread", *_spread(estimates, windows[2])),
+        ("4 micro-batches, spread", *_spread(estimates, windows[4])),
     ):
         yield WayToBatch(name, one, several, (1 + several) / (1 + mixed) - 1)
     yield WayToBatch("random examples of all lengths", mixed, mixed, 0.0)
@@ -106,19 +112,18 @@ def _two_batches(x: GradientEstimates) -> float:
     return float(squares + products - mean @ x.inner @ mean)
 
 
-def _spread(
-    x: GradientEstimates, windows: np.ndarray, size: int
-) -> tuple[float, float]:
-    """Returns the variances of updates from `size` batches in a spread order.
+def _spread(x: GradientEstimates, updates: np.ndarray) -> tuple[float, float]:
+    """Returns the variances of updates `[N, 10, size]` of a spread order.
 
     Returns:
       The variance of one update, and that of the mean of 10 updates, times 10.
     """
-    updates = windows[:, : NUM_UPDATES * size].reshape(len(windows), NUM_UPDATES, size)
     weights = x.weights[updates]
     weights /= weights.sum(axis=2, keepdims=True)
     # A micro-batch with a part of the tokens has as many times the noise.
-    noise = size * np.sum(weights[:, 0] ** 2 * x.noise[updates[:, 0]], axis=1)
+    noise = updates.shape[2] * np.sum(
+        weights[:, 0] ** 2 * x.noise[updates[:, 0]], axis=1
+    )
     one = _variance(updates[:, :1], weights[:, :1], x.inner)
     several = _variance(updates, weights / NUM_UPDATES, x.inner)
     return float(noise.mean() + one), float(noise.mean() + NUM_UPDATES * several)

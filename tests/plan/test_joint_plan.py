@@ -296,7 +296,7 @@ def test_comparing_refuses_plans_of_other_sequences():
         ),
         (
             {"max_tokens": {"source": 999, "target": 9}},
-            r"does not hold 1 row of .*Pass `max_tokens=\{'source': \d+, 'target': \d+\}",
+            r"not hold 1 row of .*Pass `max_tokens=\{'source': \d+, 'target': \d+\}",
         ),
         (
             {"max_tokens": {"source": 9, "goal": 9}},

@@ -173,7 +173,7 @@ def test_accumulating_components_have_steps_of_several_buckets():
 
     # Orders with equal counts keep in step, which the documentation says.
     assert share_of_single_buckets(2) == 1
-    assert share_of_single_buckets(1, accumulate=2, group="mixed") < 0.1
+    assert share_of_single_buckets(1, accumulate=2, group="mixed") < 0.4
 
 
 @pytest.mark.parametrize("seed", seeds(4, 40))

@@ -245,7 +245,7 @@ def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remaind
 
 
 @pytest.mark.parametrize("accumulate", [2, 5])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [x for x in ORDERS if x != "spread"])
 def test_mixed_micro_batches_are_consecutive_batches(problem, order, accumulate):
     options = {"order": order, "seed": 2, "opening": "largest_first"}
     single = BatchSchedule(*problem, **options)
@@ -750,9 +750,9 @@ def test_a_report_of_draws_with_replacement_is_refused():
     [
         (
             {"order": np.arange(2)},
-            "`order` is a ndarray. Pass one of .* `Curriculum",
+            "`order` has the type ndarray. Pass one of .* `Curriculum",
         ),
-        ({"order": None}, "`order` is a NoneType. Pass one of the names shuffled, spr"),
+        ({"order": None}, "`order` has the type NoneType. Pass one of the names "),
         ({"accumulate": 2**61}, "`accumulate=2305843009213693952` exceeds 65536"),
         ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
         ({"group": "foo"}, "`group='foo'`: choose 'same' or 'mixed'"),

@@ -7,6 +7,7 @@ import pytest
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets
 from jaxbucket.schedule.spread import spread_evenly
+from jaxbucket.schedule.spread_updates import SpreadUpdates
 
 
 def random_counts(seed: int) -> np.ndarray:
@@ -129,10 +130,83 @@ def test_the_rest_of_an_opened_epoch_is_spread():
         assert np.ptp(deviations(part, counts), axis=1).max() < 2.5
 
 
-def test_micro_batches_of_a_step_are_of_different_buckets():
+def updates_of(counts: np.ndarray, size: int, head: int = 0, start: int = 0):
+    """Returns the whole updates, `[U, size]`, and all other batches."""
+    updates = SpreadUpdates(counts, size, head)
+    items, _ = updates.at(np.arange(counts.sum()), start)
+    head = min(head, len(items))
+    last = head + updates.num_updates * size
+    others = np.concatenate([items[:head], items[last:]])
+    return items[head:last].reshape(-1, size), others
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_updates_have_each_batch_once_and_one_of_each_part(seed):
+    counts, size, head = random_counts(seed), 2 + seed % 4, seed % 3
+    updates = SpreadUpdates(counts, size, head)
+    items, numbers = updates.at(np.arange(counts.sum()), start=seed)
+    for item, count in enumerate(counts):
+        assert sorted(numbers[items == item]) == list(range(count))
+    some = np.random.default_rng(seed).integers(0, len(items), 20)
+    for got, want in zip(updates.at(some, seed), (items, numbers), strict=True):
+        np.testing.assert_array_equal(got, want[some])
+    whole, others = updates_of(counts, size, head)
+    head = min(head, len(items))
+    assert len(others) == head + (len(items) - head) % size
+    # Sorted, the first batches of all updates are the shortest, and so on.
+    parts = np.sort(whole, axis=0).T.ravel()
+    np.testing.assert_array_equal(parts, np.sort(whole, axis=None))
+    # The others are evenly spaced in the sorted epoch.
+    excess = np.cumsum(np.bincount(others, minlength=len(counts)))
+    excess = excess - len(others) * np.cumsum(counts) / len(items)
+    assert np.abs(excess).max() <= 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_updates_of_short_and_long_batches_come_evenly(seed):
+    counts, size = random_counts(seed), 2 + seed % 3
+    whole, _ = updates_of(counts, size)
+    kinds, kind = np.unique(whole, axis=0, return_inverse=True)
+    assert len(kinds) <= len(counts) + size
+    excess = deviations(kind.ravel(), np.bincount(kind.ravel(), minlength=len(kinds)))
+    assert np.abs(excess).max(initial=0) < 2
+    # Pairs of buckets whose values are symmetric have equal means.
+    even = updates_of(np.concatenate([counts, counts[::-1]]), 2)[0]
+    np.testing.assert_array_equal(even.sum(axis=1), 2 * len(counts) - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+def test_updates_have_similar_mixes_of_lengths(size):
+    ratios = []
+    for seed in range(100):
+        counts = random_counts(seed)
+        if np.count_nonzero(counts) < 3 or counts.sum() < 50 * size:
+            continue
+        values = np.log2(1 + np.arange(len(counts)))
+        means = values[updates_of(counts, size)[0]].mean(axis=1)
+        shuffled = np.random.default_rng(seed).permutation(np.repeat(values, counts))
+        others = shuffled[: means.size * size].reshape(-1, size).mean(axis=1)
+        ratios.append(means.std() / others.std())
+    assert len(ratios) >= 20 and np.median(ratios) < 0.5 and max(ratios) < 1.2
+
+
+def test_an_update_that_completes_an_opening_has_batches_of_all_lengths():
+    counts = np.array([50, 100, 50])
+    items, _ = SpreadUpdates(counts, 4, head=3).at(np.arange(200))
+    assert items[:3].tolist() == [0, 1, 2]
+    assert items[-1] == 1
+
+
+def test_micro_batches_of_a_step_have_short_and_long_buckets():
     schedule = make_schedule(accumulate=2, group="mixed")
-    same = [len({x.bucket for x in schedule[i]}) == 1 for i in range(len(schedule))]
-    assert np.mean(same) < 0.1
+    for number in range(3):
+        steps = range(number * len(schedule), (number + 1) * len(schedule))
+        pairs = np.array([[x.bucket.seq_len for x in schedule[step]] for step in steps])
+        # The sorted pairs: the shorter one gets longer as the longer one gets shorter.
+        pairs = pairs[: len(pairs) - (schedule.flow.num_batches % 2)]
+        assert pairs[:, 0].max() <= pairs[:, 1].min()
+        order = np.lexsort((-pairs[:, 1], pairs[:, 0]))
+        assert (np.diff(pairs[order, 1]) <= 0).all()
 
 
 def test_a_copy_in_another_process_has_the_same_batches():

@@ -9,7 +9,7 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket import Bucket
-from jaxbucket.schedule.spread import spread_evenly
+from jaxbucket.schedule.spread_updates import SpreadUpdates
 from jaxbucket.train import ways_to_batch
 from jaxbucket.train.bias_report import BucketBias
 from jaxbucket.train.gradient_estimates import GradientSamples
@@ -84,7 +84,9 @@ def test_batches_count_by_their_weight():
         assert x.bias == pytest.approx(expected, rel=0.1, abs=0.01)
     offset = np.square(SHARES @ means - mean).sum() / (mean @ mean)
     assert report.offset == pytest.approx(offset, rel=0.1)
-    assert "The mean of updates differs from the mean gradient by" in report.summary
+    assert "With one bucket in each update, the mean of updates differs from" in (
+        report.summary
+    )
     assert "differs" not in report_of(samples).summary
     # A batch with next to no weight changes nothing, whatever its gradient.
     first = samples[BUCKETS[0]]
@@ -121,14 +123,15 @@ def test_ways_are_those_of_sampled_updates(weights):
         ("2 micro-batches", 2),
         ("4 micro-batches", 4),
     ):
-        spread, _ = spread_evenly(np.arange(100), np.array(list(COUNTS.values())))
+        updates = SpreadUpdates(np.array(list(COUNTS.values())), size)
+        spread, _ = updates.at(np.arange(100))
         runs = {"spread": np.tile(spread, 4000)}
         if size < 4:
             runs["shuffled"] = rng.choice(steps, 400_000)
         for order, buckets in runs.items():
             # The micro-batches of updates, from any step on.
-            x = np.lib.stride_tricks.sliding_window_view(buckets, 10 * size)[::7]
-            x = x[:20_000].reshape(-1, 10, size)
+            x = np.lib.stride_tricks.sliding_window_view(buckets, 10 * size)
+            x = x[:: 7 * size][:20_000].reshape(-1, 10, size)
             w = np.array(weights)[x][..., None]
             updates = (w * means[x]).sum(axis=2) / w.sum(axis=2)
             centre = updates.mean(axis=(0, 1))
@@ -174,9 +177,9 @@ def test_long_epochs_are_sampled_at_random(monkeypatch):
     counts = dict(zip(BUCKETS, (40_000, 20_000, 20_000), strict=True))
     ways = BucketBias.of(counts, measured).ways
     monkeypatch.setattr(ways_to_batch, "_MAX_SIZE", 40 * 2000)
-    windows = ways_to_batch.spread_windows(np.array([*counts.values()]))
-    assert windows.shape == (2000, 40)
-    shares = np.bincount(windows[:, 0]) / 2000
+    windows = ways_to_batch.spread_windows(np.array([*counts.values()]), 4)
+    assert windows.shape == (2000, 10, 4)
+    shares = np.bincount(windows[:, 0].ravel()) / 8000
     np.testing.assert_allclose(shares, [0.5, 0.25, 0.25], atol=0.03)
     for few, all_of_them in zip(
         BucketBias.of(counts, measured).ways, ways, strict=True
@@ -233,10 +236,10 @@ def test_the_summary_claims_only_what_exceeds_two_errors():
     assert "needs about 3.0% ± 1.0% more tokens because of this variance" in summary
     assert "and 2.0% ± 0.5% fewer if buckets are spread evenly" in summary
     summary = with_tokens(report, (0.03, 0.02), (-0.02, 0.011)).summary
-    assert "needs about as many (± 2.0%) tokens because of" in summary
-    assert "and as many (± 1.1%) if buckets are spread evenly" in summary
+    assert "about 3.0% ± 2.0% more (not significantly) tokens because of" in summary
+    assert "and 2.0% ± 1.1% fewer (not significantly) if buckets are spr" in summary
     offset = dataclasses.replace(report, offset=0.04, offset_error=0.01).summary
-    assert "The mean of updates differs from the mean gradient by 20% of" in offset
+    assert "the mean of updates differs from the mean gradient by 20% of" in offset
     for values in ({"offset": 0.04, "offset_error": 0.03}, {"offset": 0.005}):
         assert "mean of updates" not in dataclasses.replace(report, **values).summary
 
@@ -267,9 +270,19 @@ def test_a_bucket_with_too_few_batches_is_left_out_and_named(size):
         "fewer than three batches have weight: [1, 128], 20.0% of the steps."
         in " ".join(str(report).split())
     )
+    assert report.summary.startswith("Without 20.0% of the steps, compared with ran")
     assert report.to_dict()["left_out"] == [[1, 128]]
     left, _ = jb.train.plot_bias(report).axes
     assert left.get_xlabel() == "bucket [B, T], without 20.0% of the steps"
+
+
+def test_nothing_is_said_about_orders_if_one_bucket_is_measured():
+    samples, _, _ = random_gradients(0, 8)
+    for bucket in BUCKETS[1:]:
+        samples[bucket] = samples[bucket][:2]
+    report = report_of(samples)
+    assert report.left_out == BUCKETS[1:] and report.buckets[0].bias == 0
+    assert report.summary.startswith("With a single bucket, the order")
 
 
 def test_gradients_of_zero_or_nan_are_refused():
