@@ -176,6 +176,6 @@ def test_too_few_batches_are_refused():
         jb.train.bucket_bias(loss_fn, state, batches)
     with pytest.raises(ValueError, match="`batches` is a list. Pass the loader itself"):
         jb.train.bucket_bias(loss_fn, state, list(make_batches(mesh)))
-    dataset = jb.batch_dataset(batches.source, schedule)
+    dataset = jb.batch_dataset([{"x": np.ones(4, np.float32)}] * 8, schedule)
     with pytest.raises(ValueError, match="is a BatchDataset. Pass the loader itself"):
         jb.train.bucket_bias(loss_fn, state, dataset)
