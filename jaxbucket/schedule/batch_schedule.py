@@ -401,6 +401,11 @@ class BatchSchedule(Schedule):
         rows = [self._rows.bucket_examples(k)[:number] for k, number in num_rows]
         return np.concatenate(rows)
 
+    @property
+    def _is_stratified(self) -> bool:
+        """Whether each step has short and long batches."""
+        return self._order.is_stratified and self._batches_per_step > 1
+
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
             "seed": self.seed,
@@ -410,6 +415,8 @@ class BatchSchedule(Schedule):
         }
         if self.accumulate > 1:
             config |= {"accumulate": self.accumulate, "group": self.group}
+        if self._is_stratified:
+            config["stratified"] = True
         if self.balance:
             config["balance"] = True
         if self.packing is not None:
@@ -427,6 +434,8 @@ class BatchSchedule(Schedule):
             parts += ["opening", json.dumps(self.opening_pairs)]
         if self.accumulate > 1:
             parts += ["accumulate", str(self.accumulate), self.group]
+        if self._is_stratified:
+            parts.append("stratified")
         if self.balance:
             parts.append("balance")
         if self.packing is not None:

@@ -56,7 +56,7 @@ def _plot_buckets(bias: BucketBias, ax: Axes) -> None:
     label = "bucket [B, T]"
     if bias.left_out:
         label += f", without {bias.left_out_share:.1%} of the steps"
-    ax.set(xlabel=label, ylabel="variance of the gradient of a batch")
+    ax.set(xlabel=label, ylabel="variance of a batch's gradient / |mean|²")
     ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
@@ -78,5 +78,5 @@ def _plot_ways(bias: BucketBias, ax: Axes) -> None:
     ax.axvline(noise, color="0.2", linewidth=0.8, linestyle=":")
     ax.set_yticks(places, names)
     ax.invert_yaxis()
-    ax.set(xlabel="variance of updates with the same learning rate")
+    ax.set(xlabel="variance of updates / |mean gradient|²")
     ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))

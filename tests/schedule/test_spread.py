@@ -170,6 +170,11 @@ def test_updates_of_short_and_long_batches_come_evenly(seed):
     assert len(kinds) <= len(counts) + size
     excess = deviations(kind.ravel(), np.bincount(kind.ravel(), minlength=len(kinds)))
     assert np.abs(excess).max(initial=0) < 2
+    # So does each bucket, in any window of updates.
+    if len(whole):
+        seen = np.bincount(whole.ravel(), minlength=len(counts))
+        excess = deviations(whole.ravel(), seen)[:, ::size]
+        assert np.ptp(excess, axis=1).max() < 4 * size
     # Pairs of buckets whose values are symmetric have equal means.
     even = updates_of(np.concatenate([counts, counts[::-1]]), 2)[0]
     np.testing.assert_array_equal(even.sum(axis=1), 2 * len(counts) - 1)
