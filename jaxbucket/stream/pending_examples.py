@@ -6,16 +6,20 @@ import collections
 import copy
 import heapq
 import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import grain
 
 from jaxbucket.base.checks import check_positive
+from jaxbucket.stream.loader_values import checksum_after
+from jaxbucket.stream.pending_state import PendingState
+from jaxbucket.stream.reader import END, next_of
+from jaxbucket.stream.state import check_not_rejected
 
 # The number of examples between two saved states of the stream.
 _SNAPSHOT_EVERY = 64
-_STATE_KEYS = {"stream", "first", "read", "yielded", "pending"}
 
 
 def easy_first(
@@ -63,8 +67,10 @@ def easy_first(
     Raises:
       ValueError: if `stream` is not a `grain.IterDataset`, a function is not callable,
         `limit` is a pacing function over epochs or tokens, or `max_pending` is not
-        positive. From an iterator: if a difficulty or a limit is not a number, or it
-        cannot continue from a state.
+        positive. From an iterator: if a difficulty or a limit is not a number, a state
+        is not valid, or the stream has changed since it was saved.
+      RuntimeError: from an iterator, if an example cannot be read, or a function raises
+        StopIteration.
     """
     if not isinstance(stream, grain.IterDataset):
         raise ValueError(
@@ -117,6 +123,20 @@ class _Pending(NamedTuple):
     example: Any
 
 
+class _Snapshot(NamedTuple):
+    """A point from which the stream can be read again.
+
+    Attributes:
+      number: the number of the next example in the stream.
+      checksum: checksum of all examples before it.
+      state: the state of the stream's iterator.
+    """
+
+    number: int
+    checksum: int
+    state: Any
+
+
 class EasyFirstIterator(grain.DatasetIterator[Any]):
     """Yields the examples of `easy_first`.
 
@@ -128,117 +148,170 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         super().__init__()
         self._dataset = dataset
         self._iterator = iter(dataset.stream)
+        # False from a rejected state until a valid one is set.
+        self._is_valid = True
         self._start()
 
     def _start(self) -> None:
         self._num_read = 0
         self._num_yielded = 0
+        # The checksum of all examples read, which detects a stream that has changed.
+        self._checksum = 0
+        # Remains True if an example could not be read.
+        self._is_reading = False
         self._ended = False
         # A heap. The numbers of its examples are all different.
         self._pending: list[_Pending] = []
-        # Pairs of an index, and the state of the stream before this example.
-        self._snapshots: collections.deque[tuple[int, Any]] = collections.deque()
+        self._snapshots: collections.deque[_Snapshot] = collections.deque()
 
     def __next__(self) -> Any:
-        limit = self._number("limit", self._dataset.limit(self._num_yielded))
-        example = self._next_open(limit)
+        check_not_rejected(self._is_valid)
+        if self._is_reading:
+            # The iterator of the stream is past this example, which would be lost.
+            raise RuntimeError(
+                f"The last call failed at example {self._num_read} of the stream of "
+                "`easy_first`. To read it again, call `set_state(get_state())`."
+            )
+        count = self._num_yielded
+        example = self._next_open(self._number("limit", count, f"{count} examples"))
         self._num_yielded += 1
         return example
 
     def _next_open(self, limit: float) -> Any:
         """Returns the next open example, or the easiest one if there is none."""
         pending = self._pending
-        while True:
-            is_full = len(pending) >= self._dataset.max_pending
-            is_over = is_full or self._ended
-            if pending and (pending[0].difficulty <= limit or is_over):
+        while pending or not self._ended:
+            is_over = self._ended or len(pending) >= self._dataset.max_pending
+            if pending and (is_over or pending[0].difficulty <= limit):
                 return heapq.heappop(pending).example
-            try:
-                new = self._read()
-            except StopIteration:
-                self._ended = True
-                if not pending:
-                    raise
-                return heapq.heappop(pending).example
-            if new.difficulty <= limit:
+            new = self._read()
+            if new and new.difficulty <= limit:
                 return new.example
-            heapq.heappush(pending, new)
+            if new:
+                heapq.heappush(pending, new)
+        raise StopIteration
 
-    def _read(self) -> _Pending:
+    def _read(self) -> _Pending | None:
+        """Reads an example and measures it; returns None after the last one."""
         index = self._num_read
         if index % _SNAPSHOT_EVERY == 0:
-            self._snapshots.append((index, copy.deepcopy(self._iterator.get_state())))
+            self._take_snapshot()
             self._drop_old_snapshots()
-        example = next(self._iterator)
-        self._num_read += 1
-        difficulty = self._dataset.difficulty_fn(example)
-        return _Pending(self._number("difficulty_fn", difficulty), index, example)
+        self._is_reading = True
+        example = next_of(
+            self._iterator, f"Example {index} of the stream of `easy_first`"
+        )
+        if example is END:
+            self._ended, self._is_reading = True, False
+            return None
+        # Before `difficulty_fn`, which may change the example in place.
+        checksum = checksum_after(self._checksum, example)
+        difficulty = self._number("difficulty_fn", example, f"example {index}")
+        self._num_read, self._checksum = index + 1, checksum
+        self._is_reading = False
+        return _Pending(difficulty, index, example)
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number(self, name: str, argument: Any, origin: str) -> float:
+        """Returns the result of a function of the dataset, as a float."""
+        try:
+            value = getattr(self._dataset, name)(argument)
+        except StopIteration as error:
+            raise RuntimeError(
+                f"`{name}` raised StopIteration for {origin}, which would look like "
+                "the end of the stream. Catch it in the function, or pass a default "
+                "to `next`."
+            ) from error
         try:
             number = float(value)
         except (TypeError, ValueError):
             number = math.nan
         # An infinite limit opens all examples.
         if math.isnan(number) or (name != "limit" and math.isinf(number)):
-            count = self._num_yielded if name == "limit" else self._num_read - 1
-            what = f"{count} examples" if name == "limit" else f"example {count}"
             raise ValueError(
-                f"`{name}` returns {value!r} for {what}. Return a finite number."
+                f"`{name}` returns {value!r} for {origin}. Return a finite number."
             )
         return number
 
     def get_state(self) -> dict[str, Any]:
+        """Returns the state, as plain Python if that of the stream is.
+
+        After an error, it is the state before the example that could not be read.
+
+        Raises:
+          ValueError: if the state that was set last was rejected.
+        """
+        check_not_rejected(self._is_valid)
         self._drop_old_snapshots()
         if not self._snapshots:
-            self._snapshots.append((0, copy.deepcopy(self._iterator.get_state())))
-        first, state = self._snapshots[0]
-        return {
-            "stream": copy.deepcopy(state),
-            "first": first,
-            "read": self._num_read,
-            "yielded": self._num_yielded,
-            "pending": sorted(x.number for x in self._pending),
-        }
+            self._take_snapshot()
+        snapshot = self._snapshots[0]
+        return PendingState(
+            stream=copy.deepcopy(snapshot.state),
+            first=snapshot.number,
+            first_checksum=snapshot.checksum,
+            read=self._num_read,
+            yielded=self._num_yielded,
+            pending=sorted(x.number for x in self._pending),
+            checksum=self._checksum,
+        )._asdict()
+
+    def _take_snapshot(self) -> None:
+        state = copy.deepcopy(self._iterator.get_state())
+        self._snapshots.append(_Snapshot(self._num_read, self._checksum, state))
 
     def _drop_old_snapshots(self) -> None:
         """Keeps the last one before the oldest pending example, and later ones."""
         oldest = min((x.number for x in self._pending), default=self._num_read)
-        while len(self._snapshots) > 1 and self._snapshots[1][0] <= oldest:
+        while len(self._snapshots) > 1 and self._snapshots[1].number <= oldest:
             self._snapshots.popleft()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from a state.
+        """Continues from a state, and reads its pending examples again.
+
+        Args:
+          state: a state that `get_state` returned, for the same stream. A limit or a
+            difficulty function that has changed affects only the order from here on.
 
         Raises:
-          ValueError: if `state` is not one of `get_state`, or the stream has fewer
-            examples than when it was saved.
+          ValueError: if `state` is not such a state, which leaves the iterator as it
+            was; or if the stream rejects its state, or has changed since it was saved.
+            Then the iterator needs another state to continue.
+          RuntimeError: if the stream cannot be read; likewise.
         """
-        if not isinstance(state, Mapping) or not state.keys() >= _STATE_KEYS:
-            raise ValueError(
-                "`state` is not a state of `easy_first`. Pass the result of "
-                "`get_state()` of its iterator."
-            )
+        saved = PendingState.from_dict(state)
+        self._is_valid = False
         self._start()
-        self._iterator.set_state(copy.deepcopy(state["stream"]))
-        self._num_read = state["first"]
-        self._snapshots.append((state["first"], copy.deepcopy(state["stream"])))
-        pending = set(state["pending"])
-        while self._num_read < state["read"]:
-            example = self._read_again(state["read"])
+        self._restore_stream(saved)
+        pending = set(saved.pending)
+        while self._num_read < saved.read:
+            example = self._read()
+            if example is None:
+                raise ValueError(
+                    f"`stream` has fewer examples than the {saved.read} that had been "
+                    "read when the state was saved. Pass the same stream."
+                )
             if example.number in pending:
                 heapq.heappush(self._pending, example)
-        self._num_yielded = state["yielded"]
+        saved.check_read(self._checksum)
+        self._num_yielded = saved.yielded
+        self._is_valid = True
 
-    def _read_again(self, num_read: int) -> _Pending:
-        """Returns an example that had been read before the state was saved."""
+    def _restore_stream(self, saved: PendingState) -> None:
+        """Moves the iterator of the stream to the first example to read again."""
         try:
-            return self._read()
-        except StopIteration:
+            self._iterator.set_state(copy.deepcopy(saved.stream))
+        except Exception as error:
             raise ValueError(
-                f"`stream` has fewer examples than the {num_read} that had been read "
-                "when the state was saved. Pass the same stream."
-            ) from None
+                "The stream of `easy_first` rejects its own state, "
+                f"`stream={reprlib.repr(saved.stream)}`: {type(error).__name__}: "
+                f"{str(error).rstrip('.')}. Pass the stream that the state was saved "
+                "from, or restore an earlier checkpoint."
+            ) from error
+        self._num_read, self._checksum = saved.first, saved.first_checksum
+        snapshot = _Snapshot(
+            saved.first, saved.first_checksum, copy.deepcopy(saved.stream)
+        )
+        self._snapshots.append(snapshot)
 
     def close(self) -> None:
         self._iterator.close()

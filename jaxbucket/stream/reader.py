@@ -23,7 +23,7 @@ from jaxbucket.stream.epochs import stream_of, with_article
 from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
 
 # Not None, because a function of the stream without a `return` yields None.
-_END = object()
+END = object()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -129,7 +129,7 @@ class StreamReader:
         """
         while not self.ended:
             example = self._next_example()
-            if example is _END:
+            if example is END:
                 self._end_epoch()
                 continue
             origin = (self._epoch, self._epoch_index)
@@ -154,13 +154,13 @@ class StreamReader:
         return []
 
     def _next_example(self) -> Any:
-        """Returns the next example of this epoch; `_END` after the last one."""
+        """Returns the next example of this epoch; `END` after the last one."""
         iterator, every = self._opened(), self.snapshot_every
         last = self._snapshots[-1].counts.arrived if self._snapshots else 0
         # Arrivals count, because any number of examples may be dropped in between.
         if self._epoch_index == 0 or self.counts.arrived // every != last // every:
             self._take_snapshot()
-        return _next_of(iterator, _origin(self._epoch, self._epoch_index))
+        return next_of(iterator, _origin(self._epoch, self._epoch_index))
 
     def _opened(self) -> grain.DatasetIterator[Example]:
         if self._iterator is None:
@@ -209,8 +209,8 @@ class StreamReader:
         """
         iterator, origin = self._iterator_of(0), _origin(0, 0)
         try:
-            example = _next_of(iterator, origin)
-            return None if example is _END else self.transform.apply(example, 0, 0)
+            example = next_of(iterator, origin)
+            return None if example is END else self.transform.apply(example, 0, 0)
         except ValueError as error:
             raise ValueError(f"{origin}: {error}") from error.__cause__
         finally:
@@ -283,8 +283,8 @@ def _origin(epoch: int, epoch_index: int) -> str:
     return f"Example {epoch_index} of epoch {epoch} of the stream"
 
 
-def _next_of(iterator: grain.DatasetIterator[Example], origin: str) -> Any:
-    """Returns the next example; `_END` after the last one.
+def next_of(iterator: grain.DatasetIterator[Example], origin: str) -> Any:
+    """Returns the next example; `END` after the last one.
 
     Raises:
       RuntimeError: if the example cannot be read, naming the example.
@@ -294,7 +294,7 @@ def _next_of(iterator: grain.DatasetIterator[Example], origin: str) -> Any:
     except StopIteration as error:
         # A StopIteration from a user's function must not end the stream.
         if not _is_from_function(error):
-            return _END
+            return END
         raise RuntimeError(
             f"{origin} cannot be read: a function of the stream raised StopIteration, "
             "which would look like the end of the stream. Catch it in the function, "

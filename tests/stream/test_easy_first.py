@@ -1,5 +1,6 @@
 """Curricula on streams: hard examples wait until they are open."""
 
+import functools
 import json
 import math
 import re
@@ -112,7 +113,7 @@ def test_batches_have_each_example_once_and_short_ones_first(pack):
         easy_first(stream_of(source), length, limit), plan, pool_size=32, **options
     )
     iterator = iter(dataset)
-    served, state = [], None
+    served, before, state = [], 0, {}
     for number, batch in enumerate(iterator):
         rows = np.asarray(batch.features["index"]), batch.segment_ids["x"]
         served += np.unique(batch.features["x"][rows[1] > 0]).tolist()
@@ -180,13 +181,115 @@ def test_a_state_of_something_else_is_refused(state):
     assert next(iterator) == 1
 
 
-def test_a_stream_with_fewer_examples_than_before_is_refused():
-    iterator = iter(easy_first(stream_of(range(100)), float, float))
-    for _ in range(90):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pending": None}, "`pending=None`, which is not a list. Pass a state as"),
+        ({"pending": ["a"]}, "`pending[0]='a'`, which is not a count. Pass"),
+        ({"pending": [90]}, "`pending=[90]`, but these indices must increase from at"),
+        ({"pending": [89, 89]}, "`pending=[89, 89]`, but these indices must increase"),
+        ({"pending": []}, "`read=90`, but `yielded=61` examples and 0 in `pending`"),
+        ({"first": "x"}, "`first='x'`, which is not a count"),
+        ({"first": 62}, "least `first=62` to less than `read=90`. Pass a state as"),
+        ({"pending": [], "first": 91}, "at least `first=91` to less than `read=90`"),
+        ({"read": 3}, "`first=0` to less than `read=3`"),
+        ({"read": -5}, "`read=-5`, which is not a count"),
+        ({"read": 91}, "`read=91`, but `yielded=61` examples and 29 in `pending` make"),
+        ({"yielded": True}, "`yielded=True`, which is not a count"),
+        ({"yielded": 62}, "`yielded=62` examples and 29 in `pending` make 91. Pass"),
+        ({"checksum": 0.5}, "`checksum=0.5`, which is not a count"),
+    ],
+)
+def test_a_modified_state_is_refused_and_changes_nothing(change, message):
+    dataset = easy_first(stream_of(range(100)), float, lambda n: 59, max_pending=30)
+    iterator, other = iter(dataset), iter(dataset)
+    for _ in range(61):
         next(iterator)
-    shorter = iter(easy_first(stream_of(range(80)), float, float))
-    with pytest.raises(ValueError, match="fewer examples than the 90 that had been"):
-        shorter.set_state(iterator.get_state())
+    state = iterator.get_state()
+    assert state["pending"] == list(range(61, 90))
+    begun = [next(other) for _ in range(7)]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        other.set_state(state | change)
+    assert begun + list(other) == list(range(100))
+
+
+def saved_state(values, num_read=90) -> dict:
+    iterator = iter(easy_first(stream_of(values), float, float))
+    for _ in range(num_read):
+        next(iterator)
+    return json.loads(json.dumps(iterator.get_state()))
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "message"),
+    [
+        (range(80), {}, "fewer examples than the 90 that had been read"),
+        (range(1, 101), {}, "has changed: examples 64 to 89 differ from those"),
+        ([*range(89), 95], {}, "has changed: examples 64 to 89 differ from those"),
+        (range(100), {"first": 70}, "has changed: examples 70 to 89 differ"),
+        (range(100), {"stream": {}}, "rejects its own state, `stream={}`: KeyError"),
+        (range(100), {"stream": None}, "rejects its own state, `stream=None`: Type"),
+    ],
+)
+def test_an_iterator_does_not_continue_after_a_state_that_does_not_fit(
+    values, change, message
+):
+    state = saved_state(range(100))
+    iterator = iter(easy_first(stream_of(values), float, float))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        iterator.set_state(state | change)
+    for function in (iterator.__next__, iterator.get_state):
+        with pytest.raises(ValueError, match="state that was set was rejected"):
+            function()
+    iterator.set_state(saved_state(values, num_read=5))
+    assert list(iterator) == list(values)[5:]
+
+
+def stop_at(place, value):
+    return next(iter([])) if value == place else value
+
+
+@pytest.mark.parametrize("place", [0, 29])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("difficulty_fn", "`difficulty_fn` raised StopIteration for example {}, which"),
+        ("limit", "`limit` raised StopIteration for {} examples, which would look"),
+        ("map", "Example {} of the stream of `easy_first` cannot be read: a function"),
+    ],
+)
+def test_a_stop_iteration_in_a_function_is_not_the_end(function, message, place):
+    stop = functools.partial(stop_at, place)
+    stream = stream_of(range(70))
+    if function == "map":
+        stream = stream.map(stop)
+    dataset = easy_first(
+        stream,
+        stop if function == "difficulty_fn" else float,
+        stop if function == "limit" else lambda count: 10,
+    )
+    with pytest.raises(RuntimeError, match=re.escape(message.format(place))):
+        list(dataset)
+
+
+def test_an_example_whose_difficulty_fails_is_not_lost():
+    fails = [True]
+
+    def difficulty(example):
+        if example == 70 and fails:
+            raise OSError("disk gone")
+        return example
+
+    # The examples from 60 on wait.
+    iterator = iter(easy_first(stream_of(range(100)), difficulty, lambda count: 59))
+    before = [next(iterator) for _ in range(60)]
+    with pytest.raises(OSError, match="disk gone"):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="failed at example 70 of the stream of"):
+        next(iterator)
+    fails.clear()
+    iterator.set_state(json.loads(json.dumps(iterator.get_state())))
+    assert before + list(iterator) == list(range(100))
 
 
 def test_streams_with_plans_of_their_own_are_mixed_and_resumed():
@@ -209,7 +312,7 @@ def test_streams_with_plans_of_their_own_are_mixed_and_resumed():
         )
     ]
     mixed = grain.IterDataset.mix(streams, weights=[3, 1])
-    iterator, batches, state = iter(mixed), [], None
+    iterator, batches, state = iter(mixed), [], {}
     for step in range(40):
         if step == 17:
             state = json.loads(json.dumps(iterator.get_state()))
