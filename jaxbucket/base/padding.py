@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -60,26 +60,44 @@ def pad_arrays(
       ValueError: if `pad_value` names an unknown feature, is a single nonzero number
         for several features, or contains a number that a dtype cannot hold.
     """
+    values = named_pad_values(pad_value, dtypes)
+    return {
+        name: _pad_array(values.get(name, 0), name, dtype)
+        for name, dtype in dtypes.items()
+    }
+
+
+def named_pad_values(
+    pad_value: PadValue, names: Collection[str]
+) -> Mapping[str, float]:
+    """Returns name -> padding value; a single number is that of each name.
+
+    Args:
+      pad_value: name -> number, or one number for all features, which must be 0 if
+        there are several.
+      names: the names of the padded features.
+
+    Raises:
+      ValueError: if `pad_value` names an unknown feature, or is a single nonzero number
+        for several features.
+    """
     pad_value = check_pad_value(pad_value)
     if not isinstance(pad_value, dict):
+        each = dict.fromkeys(names, pad_value)
         # `not ... == 0` is also true for NaN.
-        if len(dtypes) > 1 and not pad_value == 0:
-            each = dict.fromkeys(dtypes, pad_value)
+        if len(names) > 1 and not pad_value == 0:
             raise ValueError(
-                f"`pad_value={pad_value}` would fill {len(dtypes)} features. Pass a "
+                f"`pad_value={pad_value}` would fill {len(names)} features. Pass a "
                 f"dict of the features that are not padded with 0: `pad_value={each}`."
             )
-        pad_value = dict.fromkeys(dtypes, pad_value)
-    unknown = [name for name in pad_value if name not in dtypes]
+        return each
+    unknown = [name for name in pad_value if name not in names]
     if unknown:
         raise ValueError(
             f"`pad_value` names {unknown}, but the padded features are "
-            f"{sorted(dtypes)}. Use their names."
+            f"{sorted(names)}. Use their names."
         )
-    return {
-        name: _pad_array(pad_value.get(name, 0), name, dtype)
-        for name, dtype in dtypes.items()
-    }
+    return pad_value
 
 
 def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:

@@ -48,6 +48,18 @@ def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:
     return _difference("batch", batch, specs[bucket], bucket)
 
 
+def padding_difference(batch: Batch, unpadded: Batch, target: Bucket) -> str | None:
+    """Returns why a batch cannot be padded to the bucket `target`, or None.
+
+    Args:
+      batch: a batch of a smaller shape.
+      unpadded: the shapes and dtypes of a batch of that shape that can be padded.
+      target: a bucket of the plan.
+    """
+    needs = f"padding {batch.bucket} to {target} needs"
+    return _difference("batch", batch, unpadded, target, needs)
+
+
 def spec_bucket(batch: Batch, specs: Mapping[Bucket, Batch]) -> Bucket:
     """Returns the key of a batch in `specs`.
 
@@ -67,7 +79,10 @@ def state_difference(state: Any, spec: Any, label: Label) -> str | None:
     return _difference("state", state, spec, label)
 
 
-def _difference(kind: str, tree: Any, spec: Any, label: Label) -> str | None:
+def _difference(
+    kind: str, tree: Any, spec: Any, label: Label, needs: str | None = None
+) -> str | None:
+    needs = needs or f"{label} was compiled for"
     actual, expected = avals(tree), avals(spec)
     if actual != expected:
         names = actual | expected
@@ -75,7 +90,11 @@ def _difference(kind: str, tree: Any, spec: Any, label: Label) -> str | None:
         remedy = _REMEDY[kind]
         if kind == "state" and name.startswith(_OF_TRAINING):
             remedy = f"{remedy} {_FOR_EVALUATION}"
-        return f"{_changed_leaf(kind, name, actual, expected, label)} {remedy}"
+        if name not in expected:
+            changed = f"did not exist when {label} was compiled"
+        else:
+            changed = f"is {actual.get(name, 'missing')}, but {needs} {expected[name]}"
+        return f"`{kind}{name}` {changed}. {remedy}"
     constant = _changed_constant(jax.tree.structure(tree), jax.tree.structure(spec))
     if constant is None:
         return None
@@ -89,18 +108,8 @@ def _difference(kind: str, tree: Any, spec: Any, label: Label) -> str | None:
         )
     short, expected_short = map(_short, values)
     return (
-        f"{name} in `{kind}` is {short}, but {label} was compiled for "
-        f"{expected_short}. {_REMEDY[kind]}"
+        f"{name} in `{kind}` is {short}, but {needs} {expected_short}. {_REMEDY[kind]}"
     )
-
-
-def _changed_leaf(
-    kind: str, name: str, actual: dict[str, str], expected: dict[str, str], label: Label
-) -> str:
-    if name not in expected:
-        return f"`{kind}{name}` did not exist when {label} was compiled."
-    aval = actual.get(name, "missing")
-    return f"`{kind}{name}` is {aval}, but {label} was compiled for {expected[name]}."
 
 
 def avals(tree: Any) -> dict[str, str]:

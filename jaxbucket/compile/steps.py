@@ -94,7 +94,9 @@ def compile_steps(
         compiles a program for it. The last two warn once about each difference.
       pad_value: the value with which "longer" pads sequences: name -> number, with 0
         for other features; or a single number if there is only one sequence. Pass the
-        value with which the batches were padded.
+        value with which the batches were padded. Of the components of a mixture, it
+        applies to those in which the feature is a sequence; batches of a component
+        whose dtype cannot hold it are not padded, and raise a ValueError.
       on_compile: the action if XLA compiles a function of this name after all programs
         are ready: "warn", "raise" or "ignore".
       progress: whether to show a progress bar on a terminal.
@@ -107,8 +109,8 @@ def compile_steps(
         arrays, or shapes without a sharding; if `specs` is empty or not from
         `batch_specs`; if `opening` names a bucket that is not in `specs`; if an option
         is unknown; if `workers` is not positive; if `pad_value` is a nonzero number for
-        several sequences, names an unknown feature, or does not fit a dtype; if jax's
-        compilation cache already uses a different folder.
+        several sequences, names an unknown feature, or does not fit its dtype in any
+        component; if jax's compilation cache already uses a different folder.
       RuntimeError: if another process compiles different programs, or has failed.
       Exception: any error of tracing or compiling, with a note that names the bucket.
     """
@@ -268,7 +270,8 @@ class CompiledSteps(Mapping[Bucket, Any]):
 
         Raises:
           ValueError: if the batch differs from the plan and `unplanned` is "raise"; or
-            if `unplanned` is "longer" and the batch fits in no bucket.
+            if `unplanned` is "longer" and the batch fits in no bucket, or `pad_value`
+            does not fit its dtypes.
         """
         check_is_batch("batch", batch)
         difference = batch_difference(batch, self._specs)

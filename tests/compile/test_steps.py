@@ -986,6 +986,101 @@ def test_invalid_pad_values_are_refused(pad_value, message):
         )
 
 
+def steps_of_components(examples, pad_value=0):
+    """Returns steps that pad to a bucket [4, 16] of each component.
+
+    Args:
+      examples: component -> the names of its sequences, and an example.
+      pad_value: the padding value.
+    """
+    plan, specs = jb.BucketPlan.from_shapes([(4, 16)]), {}
+    for name, (sequences, example) in examples.items():
+        specs |= jb.sharding.batch_specs(
+            plan, example, ONE, component=name, sequences=sequences
+        )
+    # The name of a lambda is not that of the function that pads.
+    return jb.compile_steps(
+        *(lambda state, batch: state, small_state(), specs),
+        unplanned="longer",
+        pad_value=pad_value,
+    )
+
+
+def check_padding(steps, sequences, example, pad_value=0):
+    """Compares a batch padded to [4, 16] with one that was collated in this shape."""
+    odd, want = (
+        jb.data.collate_rows(
+            [example], bucket, sequences=sequences, pad_value=pad_value
+        )
+        for bucket in (jb.Bucket(3, 10), jb.Bucket(4, 16))
+    )
+    (odd,) = jb.sharding.prefetch_to_mesh([odd], ONE)
+    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 16\]"):
+        got = steps.fit(odd)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("label", [np.int32(5), np.full(7, 5, np.int32)])
+def test_a_feature_may_be_a_sequence_in_one_component_only(label):
+    image = ["x"], X | {"labels": label}
+    text = ["x", "labels"], X | {"labels": np.full(3, 5, np.int32)}
+    steps = steps_of_components({"image": image, "text": text}, {"labels": -100})
+    check_padding(steps, *image)
+    check_padding(steps, *text, {"labels": -100})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pad_value"), [(np.uint8, -100), (np.float32, 2**24 + 1)]
+)
+def test_the_pad_value_has_the_dtype_of_its_component(dtype, pad_value):
+    first = ["x"], {"x": np.ones(3, dtype)}
+    second = ["x"], {"x": np.ones((3, 1), np.int32)}
+    steps = steps_of_components({"first": first, "second": second}, pad_value)
+    check_padding(steps, *second, pad_value)
+
+
+def test_a_pad_value_must_fit_the_dtype_of_the_component_that_is_padded():
+    def ones(dtype):
+        return ["x"], {"x": np.ones(3, dtype)}
+
+    components = {"first": ones(np.int32), "second": ones(np.float32)}
+    steps = steps_of_components(components, np.nan)
+    check_padding(steps, *components["second"], np.nan)
+    message = "`pad_value=nan`: feature 'x' is int32, which cannot hold it"
+    with pytest.raises(ValueError, match=message):
+        steps.fit(small_batch(jb.Bucket(3, 10), ones(np.int32)[1]))
+    with pytest.raises(ValueError, match=message):
+        steps_of_components({"first": ones(np.int32), "second": ones(np.int8)}, np.nan)
+
+
+def test_a_feature_as_wide_as_the_only_seq_len_is_left_as_it_is():
+    example = ["x"], X | {"vector": np.ones(16, np.float32)}
+    check_padding(steps_of_components({"a": example}), *example)
+
+
+def test_sequences_have_the_seq_len_of_their_batch():
+    steps = jb.compile_steps(
+        *(slow_to_trace()[0], small_state(), small_specs(LABELS)), unplanned="longer"
+    )
+    odd = small_batch(jb.Bucket(3, 5), LABELS)
+    labels = {"labels": jnp.ones((3, 8), jnp.int32)}
+    message = r"int32\[3, 8\], but padding \[3, 5\] to \[4, 8\] needs int32\[3, 5\]"
+    with pytest.raises(ValueError, match=message):
+        steps.fit(odd._replace(features=odd.features | labels))
+
+
+def test_a_single_sequence_has_a_single_axis():
+    example = ["x"], {"x": np.ones((3, 16), np.float32)}
+    steps = steps_of_components({"a": example})
+    check_padding(steps, *example)
+    message = (
+        r"is float32\[3, 10, 10\], but padding \[3, 10\] to \[4, 16\] of 'a' needs "
+        r"float32\[3, 10, 16\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        steps.fit(small_batch(jb.Bucket(3, 10), {"x": np.ones((3, 10), np.float32)}))
+
+
 @pytest.mark.parametrize(
     "mode", ["jit", *(pytest.param(x, marks=exhaustive) for x in ("shard_map", "pmap"))]
 )
