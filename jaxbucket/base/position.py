@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 from jaxbucket.base.checks import check_integer
 
 _FINGERPRINT = "fingerprint"
-# The number of processes of a stream, None if it is unknown; absent for a schedule, and
-# for a stream of an earlier version.
+# The number of processes of a stream, None if it is unknown; absent for a schedule.
 _PROCESSES = "processes"
-# What only later steps depend on. Processes must agree on it, but it may change.
+# What only later steps of streams depend on. Processes must agree on it, but it may
+# change.
 _LATER = ("later_plans", "later_weights")
 
 
@@ -83,6 +83,14 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
+        lacking = other.schedule.keys() & {_PROCESSES, *_LATER} - self.schedule.keys()
+        if lacking:
+            raise ValueError(
+                f"Cannot resume at step {self.step}, because the position has no "
+                f"{sorted(lacking)}: it is of another kind of data, or of an earlier "
+                "version of jaxbucket. Resume with the data and the version that saved "
+                "it, or save to a different folder."
+            )
         changes = self.changes(other)
         if not changes:
             return
@@ -109,19 +117,26 @@ class DataPosition:
 
     def _refuse_stream(self, other: DataPosition, changes: list[str]) -> NoReturn:
         """Raises a ValueError for a stream, which has no `continue_with`."""
-        now = other.schedule[_PROCESSES]
-        before = self.schedule.get(_PROCESSES, now)
+        before, now = self.schedule[_PROCESSES], other.schedule[_PROCESSES]
         if before != now:
             raise ValueError(
                 f"Cannot resume at step {self.step}, because the stream was read by "
                 f"{before} processes, and now by {now}. Streams resume only with the "
                 "same number of processes."
             )
+        changed = {
+            name.rpartition(".")[2]
+            for name in _changes("schedule", self.schedule, other.schedule)
+        }
+        remedies = ["Restore the previous settings, or save to a different folder."]
+        if "plans" in changed:
+            remedies.append(later_change("plan"))
+        if "weights" in changed:
+            remedies.append(later_change("weights"))
         raise ValueError(
             f"Cannot resume at step {self.step}, because the plan, the lengths or the "
-            f"options have changed (saved -> now): {'; '.join(changes)}. Restore the "
-            "previous settings, or save to a different folder. To change the plan at a "
-            "later step, pass `plan={0: old, step: new}`."
+            f"options have changed (saved -> now): {'; '.join(changes)}. "
+            f"{' '.join(remedies)}"
         )
 
     def changes(self, other: DataPosition) -> list[str]:
@@ -155,19 +170,12 @@ def _changes(
     part: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, str]:
     """Returns a description of each changed entry in one part of a position."""
-    ignored = {_FINGERPRINT, *_LATER}
-    if _LATER[0] in new and _LATER[0] not in old:
-        # Earlier versions did not distinguish later plans.
-        plans = filter(None, (new["plans"], new[_LATER[0]]))
-        new = {**new, "plans": ", ".join(plans)}
-    if not (_PROCESSES in old and _PROCESSES in new):
-        ignored.add(_PROCESSES)
     changes = {
         name: f"{part} {name.replace('_', ' ')} "
         f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in {**old, **new}
         # Entries of a mixture are preceded by the name of a stream.
-        if name.rpartition(".")[2] not in ignored
+        if name.rpartition(".")[2] not in (_FINGERPRINT, *_LATER)
         and not is_same(old.get(name), new.get(name))
     }
     # The fingerprint of the schedule is computed from the other two and from its own
@@ -178,9 +186,23 @@ def _changes(
     return changes
 
 
+def later_change(argument: str) -> str:
+    """Returns the remedy for an argument that may change only at later steps."""
+    return (
+        f"To change the {argument} at a later step, pass "
+        f"`{argument}={{0: old, step: new}}`."
+    )
+
+
 def is_same(a: Any, b: Any) -> bool:
     """Returns whether two values are equal or have the same JSON, like two NaNs."""
-    return a == b or _as_json(a) == _as_json(b)
+    try:
+        if a == b:
+            return True
+    except ValueError:
+        # The comparison of an array is an array, which is neither true nor false.
+        pass
+    return _as_json(a) == _as_json(b)
 
 
 def _as_json(value: Any) -> str:

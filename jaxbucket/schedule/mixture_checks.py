@@ -22,8 +22,8 @@ def check_names(argument: str, names: Sequence[Any]) -> None:
     for name in names:
         if not isinstance(name, str):
             raise ValueError(
-                f"`{argument}` has the name {name!r}, a {type(name).__name__}. Pass "
-                "names that are strings."
+                f"`{argument}` has the name {name!r}, which is not a string. Pass "
+                "strings as names."
             )
 
 

@@ -103,8 +103,8 @@ class Turns:
     def before(self, member: int, turn: int) -> int:
         """Returns the number of turns of a member before a turn."""
         periods, turn = divmod(turn, self.period)
-        taken = np.searchsorted(self._turns_by_member[member], turn)
-        return int(periods * int(self.parts[member]) + taken)
+        taken = int(np.searchsorted(self._turns_by_member[member], turn))
+        return periods * int(self.parts[member]) + taken
 
     def until(self, member: int, count: int) -> int:
         """Returns the number of turns after which a member has had `count` >= 1."""

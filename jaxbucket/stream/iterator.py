@@ -34,6 +34,7 @@ class ServedStep(NamedTuple):
     read: int
     arrived: int
     checksum: int
+    ended: bool
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
     taken: list[PooledExample]  # The examples of the step, without arrays.
@@ -155,6 +156,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             read=reader.counts.read,
             arrived=arrived,
             checksum=reader.checksum,
+            ended=reader.ended,
             num_pending=number,
             oldest=self._pool.oldest()[0] if number else arrived,
             taken=taken,
@@ -286,7 +288,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             pending = self._pending_before(served, pending)
         indices = [example.index for example in pending]
         return StreamState(
-            config=self._config(step),
+            config=self._config(step, before.ended),
             step=step,
             read=before.read,
             next_index=before.arrived,
@@ -320,11 +322,16 @@ class StreamIterator(grain.DatasetIterator[Any]):
             )
         return sorted(pending, key=lambda example: example.index)
 
-    def _config(self, step: int) -> dict[str, Any]:
+    def _config(self, step: int, ended: bool) -> dict[str, Any]:
+        """Returns what the state before a step of this worker depends on."""
+        # Between this step and `step` are only steps of other workers.
+        last = self._run.global_step(step - 1)
         return {
-            **self._run.config(before=self._run.global_step(step)),
+            **self._run.config(before=last + 1),
             "shard": list(self._options.shard.parts),
             "worker": [self._run.first_step, self._run.step_stride],
+            # Only batches after the end of the stream depend on it.
+            "num_epochs": self._options.num_epochs if ended else 0,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -341,19 +348,41 @@ class StreamIterator(grain.DatasetIterator[Any]):
             saved ones, or the stream no longer yields the same examples.
           RuntimeError: if the stream cannot be read.
         """
+        self.restore(self.checked_state(state))
+
+    def checked_state(self, state: dict[str, Any]) -> StreamState:
+        """Returns a state for `restore`, without a change of the iterator.
+
+        Args:
+          state: as for `set_state`.
+
+        Raises:
+          ValueError: if `state` is not such a state, or plans or options differ from
+            the saved ones.
+        """
         saved = StreamState.from_dict(state)
-        config = self._config(saved.step)
+        config = self._config(saved.step, saved.ended)
         if not saved.read:
             # Grain's workers start from a state of the dataset before it was sliced.
             saved.config["worker"] = config["worker"]
-        saved.check_config(config)
+        saved.check_config(config, self._run.global_step(saved.step))
+        current = self._rounds.checked(saved.step, saved.current_round)
+        return dataclasses.replace(saved, current_round=current)
+
+    def restore(self, saved: StreamState) -> None:
+        """Restores a state from `checked_state`, and reads its pending examples.
+
+        Raises:
+          ValueError: if the stream no longer yields the same examples.
+          RuntimeError: if the stream cannot be read.
+        """
         # This error applies until the state has been restored completely.
         self._failure = ValueError("The last state that was set was rejected.")
         self._is_valid = False
         self._reader.close()
         self._start(saved.step, example_from_specs(saved.features) or self._run.like)
         self._reader.restore(saved.snapshot)
-        self._rounds.restore(saved.step, saved.current_round)
+        self._rounds.restore(saved.current_round)
         indices = set(saved.pending)
         while self._reader.counts.read < saved.read:
             examples = self._reader.read()
@@ -363,6 +392,9 @@ class StreamIterator(grain.DatasetIterator[Any]):
                 self._put(pending)
         reader = self._reader
         saved.check_read(reader.counts, reader.checksum, self._pool.pending())
+        if saved.ended:
+            # Otherwise, the reader finds the end only when it reads on.
+            reader.ended = True
         self._failure, self._is_valid = None, True
 
     def close(self) -> None:

@@ -13,14 +13,14 @@ import grain
 
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
-from jaxbucket.base.position import DataPosition
+from jaxbucket.base.position import DataPosition, is_same, later_change
 from jaxbucket.schedule.mixture_checks import check_names
 from jaxbucket.schedule.mixture_weights import Weights, as_share, check_weights
 from jaxbucket.schedule.turns import turn_order
 from jaxbucket.stream.dataset import StreamDataset
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.reader import StreamCounts
-from jaxbucket.stream.state import check_not_rejected
+from jaxbucket.stream.state import StreamState, check_not_rejected
 
 # What all streams have in common, and how to compare it.
 _SAME: tuple[tuple[str, Callable[[StreamDataset], Any]], ...] = (
@@ -34,10 +34,10 @@ class StreamMixture(grain.IterDataset[Any]):
     """Batches of several streams, in proportion to weights.
 
     Every step comes from one stream. After any number of steps, or of steps since the
-    last change of the weights, each stream has had its share of them to within one, as
-    in a `jb.Mixture`. All processes take the streams in the same order, so their
-    buckets are the same at every step. The mixture ends when the stream whose turn it
-    is has ended; `num_epochs=None` makes streams endless.
+    last change of the weights, each stream has had its share of them to within one, if
+    `weights` need no rounding. All processes take the streams in the same order, so
+    their buckets are the same at every step. The mixture ends when the stream whose
+    turn it is has ended; `num_epochs=None` makes streams endless.
 
     Example:
       >>> import jaxbucket as jb
@@ -56,7 +56,9 @@ class StreamMixture(grain.IterDataset[Any]):
       streams: name -> the batches of a stream, as returned by `stream_batches`. Each
         has a plan, a pool, features and a packing of its own.
       weights: name -> a positive number; or step -> such weights, from step 0 on, of
-        which some may be 0.
+        which some may be 0. Weights whose exact ratio would take a period of more than
+        2**16 steps are rounded to multiples of 2**-16 of all steps, as in a
+        `jb.Mixture`.
 
     Raises:
       ValueError: if a stream is not the result of `stream_batches`, a name is not a
@@ -137,10 +139,10 @@ class StreamMixture(grain.IterDataset[Any]):
             _joined({name: getattr(x, part) for name, x in positions.items()})
             for part in ("plan", "data", "schedule")
         ]
+        config, weights = self.config(step), self.config()["weights"]
+        later = {x: weights[x] for x in weights if x not in config["weights"]}
         processes = next(iter(positions.values())).schedule["processes"]
-        weights = self.config()["weights"]
-        later = {x: weights[x] for x in weights.keys() - self.config(step)["weights"]}
-        parts[2] |= self.config(step)
+        parts[2] |= config
         parts[2] |= {"processes": processes, "later_weights": later}
         parts[2]["fingerprint"] = self.fingerprint
         return DataPosition(step, *parts)
@@ -239,25 +241,47 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
                 "`state` is not a state of a `StreamMixture`. Pass the result of "
                 "`get_state()` or `state_before(step)` of its iterator."
             )
-        step = _checked_step(state["step"])
-        for key, now in self._dataset.config(step).items():
-            if state[key] != now:
-                raise ValueError(
-                    f"`state` is of a mixture with the {key} {state[key]}, and this "
-                    f"one has {now}. Restore the previous streams and weights."
-                )
-        states, steps = state["streams"], self._dataset.steps_before(step)
-        if steps != _steps_of(states):
-            raise ValueError(
-                f"`state` is of step {step}, but the states of its streams are not of "
-                f"their steps {steps}. Pass a state as it was saved."
-            )
-        # If a stream refuses its state, the others are at different steps.
+        saved = self._checked_states(state)
+        # If a stream cannot be restored, the others are at different steps.
         self._is_valid = False
         for name, iterator in self.iterators.items():
             with _naming(name):
-                iterator.set_state(states[name])
-        self._step, self._is_valid = step, True
+                iterator.restore(saved[name])
+        self._step, self._is_valid = sum(x.step for x in saved.values()), True
+
+    def _checked_states(self, state: Mapping[str, Any]) -> dict[str, StreamState]:
+        """Returns the states of all streams, checked without reading."""
+        names, states = list(self.iterators), state["streams"]
+        if not is_same(state["names"], names):
+            raise ValueError(
+                f"`state` is of a mixture with the names {state['names']}, and this "
+                f"one has {names}. Restore the previous streams."
+            )
+        if not isinstance(states, Mapping) or states.keys() != set(names):
+            raise ValueError(
+                f"`state` does not have a state of each of its streams {names}. Pass a "
+                "state as it was saved."
+            )
+        saved: dict[str, StreamState] = {}
+        for name, iterator in self.iterators.items():
+            with _naming(name):
+                saved[name] = iterator.checked_state(states[name])
+        steps = {name: x.step for name, x in saved.items()}
+        step = sum(steps.values())
+        weights = self._dataset.config(step)["weights"]
+        if not is_same(state["weights"], weights):
+            raise ValueError(
+                f"`state` is of a mixture with the weights {state['weights']}, and "
+                f"this one has {weights}. Restore the previous weights. "
+                f"{later_change('weights')}"
+            )
+        expected = self._dataset.steps_before(step)
+        if not is_same(state["step"], step) or steps != expected:
+            raise ValueError(
+                f"`state` is of step {state['step']!r}, but the states of its streams "
+                f"are of the steps {steps}. Pass a state as it was saved."
+            )
+        return saved
 
     def close(self) -> None:
         super().close()
@@ -274,16 +298,6 @@ def _joined(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     }
     text = json.dumps(entries, sort_keys=True, default=str)
     return entries | {"fingerprint": digest(text.encode())}
-
-
-def _steps_of(states: Any) -> dict[str, Any] | None:
-    """Returns name -> the step of a stream's state; None if these are not states."""
-    if not isinstance(states, Mapping):
-        return None
-    return {
-        name: state.get("step") if isinstance(state, Mapping) else None
-        for name, state in states.items()
-    }
 
 
 def _checked_step(step: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias, cast
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_integer, check_lengths, check_positive
+from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.permutation import fold
@@ -102,12 +103,11 @@ def checked_plans(plan: Plans) -> dict[int, BucketPlan]:
     """
     plans = plan if isinstance(plan, Mapping) else {0: plan}
     for step, plan in plans.items():
-        if isinstance(step, str):
+        if not isinstance(step, numbers.Integral):
             raise ValueError(
                 f"`plan` has the key {step!r}, but its keys are first steps. Pass a "
-                "plan, or a dict `{0: plan, step: later_plan}`."
+                "plan, or a dict `{0: plan, step: later_plan}` with integer steps."
             )
-        check_integer("plan", step)
         if not isinstance(plan, BucketPlan):
             raise ValueError(
                 f"`plan[{step}]` is a {type(plan).__name__}, not a `BucketPlan`. Make "

@@ -178,8 +178,8 @@ class StreamRounds:
         """Returns the round of a step; None if the step is the first of a round."""
         return next((x for x in self._rounds if x.first < step < x.end), None)
 
-    def restore(self, step: int, current: Round | None) -> None:
-        """Restores the round of a saved state.
+    def checked(self, step: int, current: Round | None) -> Round | None:
+        """Returns the round of a saved state that goes on under the present plans.
 
         Args:
           step: the next step.
@@ -188,12 +188,10 @@ class StreamRounds:
         Raises:
           ValueError: if the round has buckets that the plan does not have.
         """
-        self._is_checked = False
-        self._rounds.clear()
         phase = self._run.phase_at(step)
         # A plan that was adopted after the state was saved starts a new round.
         if current is None or current.first < phase.first_step:
-            return
+            return None
         buckets = [current.min_bucket, *(bucket for bucket, _ in current.drain or [])]
         if max(buckets) >= len(phase.plan):
             raise ValueError(
@@ -201,5 +199,11 @@ class StreamRounds:
                 f"{max(buckets)}, but the plan has {len(phase.plan)} buckets. Restore "
                 "an earlier checkpoint."
             )
-        end = min(current.end, self._run.phase_end(step))
-        self._rounds.append(current._replace(end=end))
+        return current._replace(end=min(current.end, self._run.phase_end(step)))
+
+    def restore(self, current: Round | None) -> None:
+        """Restores a round from `checked`; None if the next step starts a new one."""
+        self._is_checked = False
+        self._rounds.clear()
+        if current is not None:
+            self._rounds.append(current)

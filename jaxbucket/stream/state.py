@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.position import is_same
-from jaxbucket.data.example import Features
+from jaxbucket.base.position import is_same, later_change
+from jaxbucket.data.example import Features, example_from_specs
 from jaxbucket.stream.reader import PooledExample, Snapshot, StreamCounts
 from jaxbucket.stream.rounds import Round
 
 _FORMAT = "jaxbucket.stream"
 _VERSION = 2
+# What parsing an invalid state may raise; an infinite count overflows.
+_PARSE_ERRORS = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +48,11 @@ class StreamState:
     snapshot: Snapshot
     current_round: Round | None
     features: Features
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stream had ended."""
+        return not is_same(self.config["num_epochs"], 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain Python values, except for the state of the user's iterator."""
@@ -78,19 +85,19 @@ class StreamState:
         Raises:
           ValueError: if `state` is not valid.
         """
-        if not isinstance(state, Mapping) or state.get("format") != _FORMAT:
+        if not isinstance(state, Mapping) or not is_same(state.get("format"), _FORMAT):
             raise ValueError(
                 "`state` is not the state of a stream of batches. Pass the result of "
                 "`get_state()` or `state_before(step)` of its iterator."
             )
-        if state.get("version") != _VERSION:
+        if not is_same(state.get("version"), _VERSION):
             raise ValueError(
                 f"`state` has version {state.get('version')!r}, but this jaxbucket "
                 f"reads version {_VERSION}. Resume with the jaxbucket that wrote it."
             )
         try:
             return cls._parse(state)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except _PARSE_ERRORS as error:
             raise ValueError(
                 f"`state` is truncated or modified ({type(error).__name__}: {error}). "
                 "Restore an earlier checkpoint."
@@ -100,8 +107,13 @@ class StreamState:
     def _parse(cls, state: Mapping[str, Any]) -> StreamState:
         counts = {"filtered": 0, **state["counts"]}
         names = [field.name for field in dataclasses.fields(StreamCounts)]
+        features = {
+            str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
+            for name, (dtype, shape) in json.loads(state["features"]).items()
+        }
+        example_from_specs(features)  # Raises an error if they are not valid.
         return cls(
-            config=dict(state["traits"]),
+            config={"num_epochs": 0, **state["traits"]},
             step=_count(state["step"]),
             read=_count(state["read"]),
             next_index=_count(state["next_place"]),
@@ -116,34 +128,35 @@ class StreamState:
                 state=state["parent"],
             ),
             current_round=_round_from_list(json.loads(state["round"]), state["step"]),
-            features={
-                str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
-                for name, (dtype, shape) in json.loads(state["features"]).items()
-            },
+            features=features,
         )
 
-    def check_config(self, config: Mapping[str, Any]) -> None:
-        """Raises a ValueError that lists all differences from the saved config."""
-        changes = [
-            f"{name.replace('_', ' ')} {self.config.get(name, 'absent')} -> "
+    def check_config(self, config: Mapping[str, Any], step: int) -> None:
+        """Raises a ValueError that lists all differences from the saved config.
+
+        Args:
+          config: the present config.
+          step: the next step of the run, for the message.
+        """
+        changes = {
+            name: f"{name.replace('_', ' ')} {self.config.get(name, 'absent')} -> "
             f"{config.get(name, 'absent')}"
             for name in {**self.config, **config}
             if not is_same(self.config.get(name), config.get(name))
-        ]
+        }
         if not changes:
             return
-        remedy = (
-            "Use the previous options. To change the plan at a later step, pass "
-            "`plan={0: old, step: new}`."
-        )
-        setup = ("parts", "shard", "processes_meet")
-        if any(self.config.get(name) != config.get(name) for name in setup):
+        remedy = "Use the previous options."
+        if changes.keys() & {"parts", "shard", "processes_meet"}:
             remedy = (
-                "Streams resume only with the same number of processes and devices."
+                "Streams resume only with the same number of processes and devices, "
+                "and each process from a state that it saved itself."
             )
+        elif "plans" in changes:
+            remedy += f" {later_change('plan')}"
         raise ValueError(
-            f"Cannot resume at step {self.step}, because the stream is batched "
-            f"differently: {'; '.join(changes)}. {remedy}"
+            f"Cannot resume at step {step}, because the stream is batched "
+            f"differently: {'; '.join(changes.values())}. {remedy}"
         )
 
     def check_read(

@@ -513,7 +513,7 @@ TRUNCATING = [
             r"`weights\['a'\]=0.0` must be positive",
         ),
         (lambda x: Mixture({"a": [1]}, {"a": 1}), r"`schedules\['a'\]` is a list"),
-        (lambda x: Mixture({0: x}, {0: 1}), "`schedules` has the name 0, a int"),
+        (lambda x: Mixture({0: x}, {0: 1}), "`schedules` has the name 0, which is n"),
         (
             lambda x: Mixture([x], {3: [1]}),
             r"`weights` has the steps \[3\]. Start with",

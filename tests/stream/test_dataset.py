@@ -707,14 +707,12 @@ def test_a_stream_is_not_resumed_by_another_number_of_processes():
     message = "was read by 2 processes, and now by 1. Streams resume only with the same"
     with pytest.raises(ValueError, match=message):
         of_two.position(3).check_same(of_one.position(3))
-    # An earlier version did not save the number.
-    now = of_one.position(3)
-    schedule = {k: v for k, v in now.schedule.items() if k != "processes"}
-    earlier = dataclasses.replace(now, schedule=schedule)
-    earlier.check_same(now)
-    earlier = dataclasses.replace(earlier, schedule={**schedule, "pool_size": 9})
-    with pytest.raises(ValueError, match="pool size 9 -> 8.*or save to a different fo"):
-        earlier.check_same(now)
+    for name in ("processes", "later_plans"):
+        now = of_one.position(3)
+        schedule = {k: v for k, v in now.schedule.items() if k != name}
+        earlier = dataclasses.replace(now, schedule=schedule)
+        with pytest.raises(ValueError, match=f"no .'{name}'.: .* an earlier version"):
+            earlier.check_same(now)
     with pytest.raises(ValueError, match="parts 1 -> 2.* only with the same number"):
         iter(of_two).set_state(iter(of_one).get_state())
 
@@ -1001,6 +999,7 @@ def test_a_round_with_an_unknown_bucket_is_rejected():
     for wrong in ("[0, 16, 89, null]", "[0, 16, -1, [[90, 1]]]"):
         with pytest.raises(ValueError, match="its round has bucket 90, but the plan"):
             hosts[0].set_state({**state, "round": wrong})
+    assert hosts[0].get_state() == state
 
 
 @pytest.mark.parametrize("first", ["8x6", "packed"])
@@ -1313,6 +1312,30 @@ def test_a_state_resumes_with_a_new_plan_at_a_later_step():
         iter(early).set_state(state)
 
 
+def test_workers_resume_with_plans_from_the_next_step_of_the_run_on():
+    lengths, plan, _ = make_case(51, size=300)
+    new = jb.BucketPlan.from_shapes([(6, plan.max_seq_len)])
+
+    def worker(*starts):
+        plans = {0: plan} | dict.fromkeys(starts, new)
+        dataset = jb.stream_batches(stream(lengths), plans, pool_size=90)
+        state = iter(dataset).get_state()
+        dataset.set_slice(slice(2, None, 3))
+        return iter(dataset), state
+
+    iterator, _ = worker()
+    steps_of(itertools.islice(iterator, 2))  # Steps 2 and 5 of the run.
+    for start in (6, 7, 8):
+        worker(start)[0].set_state(iterator.get_state())
+    message = "at step 8, .* from step 5. Use .* `plan={0: old, step: new}`"
+    with pytest.raises(ValueError, match=message):
+        worker(5)[0].set_state(iterator.get_state())
+    # Workers that served no step have the state of the dataset before it was sliced.
+    iterator, state = worker(1)
+    iterator.set_state(state)
+    assert next(iterator).bucket in new.buckets
+
+
 @pytest.fixture
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares 2,048 lengths instead of 16,384, so that short streams may drift."""
@@ -1561,6 +1584,7 @@ HALF = {"shard": jb.data.RowShard((0,), 2)}
         ({"plan": {1: PLAN}}, "`plan` has first steps [1]. Include a plan for step 0."),
         ({"plan": {}}, "`plan` has first steps []"),
         ({"plan": {"a": PLAN}}, "`plan` has the key 'a', but its keys are first steps"),
+        ({"plan": {0: PLAN, 7.5: PLAN}}, "`plan` has the key 7.5, but its keys are fi"),
         ({"plan": {0: PLAN, 5: "new"}}, "`plan[5]` is a str, not a `BucketPlan`"),
         (
             {"plan": {0: PLAN, 5: LONGER}},
@@ -1634,7 +1658,10 @@ def test_saved_states_stay_readable():
     dataset = jb.stream_batches(stream(lengths), PLAN, pool_size=10, seed=3)
     iterator, again = iter(dataset), iter(dataset)
     steps_of(itertools.islice(iterator, 5))
-    assert iterator.get_state() == SAVED
+    state = iterator.get_state()
+    # Earlier states do not have this number.
+    assert state["traits"].pop("num_epochs") == 0
+    assert state == SAVED
     again.set_state(SAVED)
     assert_same(list(again), list(iterator))
 
@@ -1642,8 +1669,8 @@ def test_saved_states_stay_readable():
 @pytest.mark.parametrize(
     ("pool", "saved_round", "golden"),
     [
-        (40, "[0, 10, -1, null]", "99691c1a9dd5e3b6"),
-        (200, "[0, 65, -1, [[1, 60], [0, 5]]]", "5de1d203a5cc8d7b"),
+        (40, "[0, 10, -1, null]", "f461ae37c223dfa5"),
+        (200, "[0, 65, -1, [[1, 60], [0, 5]]]", "e0d6254fee5312d9"),
     ],
 )
 def test_states_of_hosts_equal_golden_states(pool, saved_round, golden):
@@ -1675,8 +1702,31 @@ def test_a_state_with_different_options_is_rejected(options, message):
     next(iterator)
     state = iterator.get_state()
     other = iter(jb.stream_batches(stream(lengths), **{**given, **options}))
-    with pytest.raises(ValueError, match=f"Cannot resume at step 1.*{message}"):
+    with pytest.raises(ValueError, match=f"at step 1.*{message}") as error:
         other.set_state(state)
+    assert ("To change the plan at" in str(error.value)) == ("plans " in message)
+    # A refusal that takes no reading leaves the iterator unchanged.
+    next(other)
+
+
+def test_a_state_of_another_process_is_rejected():
+    iterators = [
+        iter(
+            jb.stream_batches(
+                *(stream(np.full(60, 3)), PLAN),
+                pool_size=16,
+                lengths=[3],
+                num_steps=4,
+                shard=jb.data.RowShard((part,), 2),
+            )
+        )
+        for part in range(2)
+    ]
+    message = (
+        r"shard \[0\] -> \[1\].* and each process from a state that it saved itself"
+    )
+    with pytest.raises(ValueError, match=message):
+        iterators[1].set_state(iterators[0].get_state())
 
 
 def test_invalid_states_are_rejected():
@@ -1695,17 +1745,27 @@ def test_invalid_states_are_rejected():
             iterator.set_state(incomplete)
     wrong = {
         "waiting": ["1 x", "3 -5", 7],
-        "step": [-1, 1.5, True, "2"],
+        "step": [-1, 1.5, True, "2", math.inf],
         "epoch": [-1, None],
-        "counts": [{}, {"read": -1}],
-        "features": ["[1]", "{", '{"a": ["int99", []]}'],
+        "counts": [{}, {"read": -1}, {**state["counts"], "read": math.inf}],
+        "features": ["[1]", "{", '{"a": ["int99", []]}', '{"a": ["i4,f4", []]}']
+        + ['{"a": ["int32", [-1]]}'],
         "round": ["a:b:c", "[1]", "[0, 5, -2, null]", '[0, 5, -1, [["x", 1]]]']
-        + ["[0, 16, -1, []]", "[3, 2, 0, null]", "[0, NaN, 0, null]"],
+        + ["[0, 16, -1, []]", "[3, 2, 0, null]", "[0, NaN, 0, null]"]
+        + ["[0, 1e999, 0, [[1e999, 1]]]"],
     }
     for name, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match="`state` is truncated or modified"):
                 iterator.set_state({**state, name: value})
+    pair = np.array([16, 16])
+    for name in ("pool_size", "shard", "num_epochs"):
+        traits = {**state["traits"], name: pair}
+        with pytest.raises(ValueError, match=f"{name.replace('_', ' ')} .16 16. ->"):
+            iterator.set_state({**state, "traits": traits})
+    for name in ("format", "version"):
+        with pytest.raises(ValueError, match="is not the state of|has version array"):
+            iterator.set_state({**state, name: pair})
     # Invalid states leave the iterator unchanged.
     assert len(list(iterator)) > 0
     with pytest.raises(ValueError, match="rejects its own state at example 8 of epo"):
@@ -1881,7 +1941,7 @@ def test_positions_compare_options_but_not_streams():
     assert one.fingerprint == same_one.fingerprint
     other = jb.stream_batches(stream(np.array([3])), PLAN, **given, seed=1)
     assert one.fingerprint != other.fingerprint
-    message = "schedule seed 0 -> 1. Restore .* pass `plan={0: old, step: new}`"
+    message = "schedule seed 0 -> 1. Restore the .* or save to a different folder.$"
     with pytest.raises(ValueError, match=message):
         one.position(3).check_same(other.position(3))
     again = jb.data.DataPosition.from_dict(
@@ -2115,6 +2175,32 @@ def test_a_run_may_be_resumed_with_fewer_epochs():
     after = iterator(2)
     after.set_state(before.get_state())
     assert len(list(after)) == 3
+
+
+def test_a_run_is_not_resumed_with_more_epochs_after_its_end():
+    plan = jb.BucketPlan.from_shapes([(2, 3)])
+
+    def iterator(epochs):
+        dataset = stream(np.full(11, 3))
+        return iter(jb.stream_batches(dataset, plan, pool_size=4, num_epochs=epochs))
+
+    before, expected = iterator(1), list(iterator(2))
+    states = [before.get_state() for _ in before]
+    num_resumed = 0
+    # Each state is that after a step.
+    for step, state in enumerate(states, 1):
+        after = iterator(2)
+        if state["traits"]["num_epochs"] == 0:
+            after.set_state(state)
+            assert_same(list(after), expected[step:])
+            num_resumed += 1
+            continue
+        with pytest.raises(ValueError, match="num epochs 1 -> 2. Use the previous opt"):
+            after.set_state(state)
+        again = iterator(1)
+        again.set_state(state)
+        assert again.get_state() == state and len(list(again)) == 6 - step
+    assert 0 < num_resumed < len(states) == 6
 
 
 def test_the_plan_of_a_drift_can_be_adopted(small_window):

@@ -1,5 +1,6 @@
 """Mixtures of streams: shares, lockstep, and exact resume of loops that load ahead."""
 
+import itertools
 import json
 import re
 
@@ -201,11 +202,17 @@ def test_a_run_with_another_plan_or_weights_does_not_resume():
     changed = StreamMixture(streams, {"text": 3, "audio": 1})
     with pytest.raises(ValueError, match=r"plan text\.max tokens 64 -> 128"):
         position.check_same(changed.position(10))
-    with pytest.raises(ValueError, match="schedule weights .*3.0.* -> .*4.0"):
+    remedy = r"folder\. To change the weights at .* `weights={0: old, step: new}`\.$"
+    with pytest.raises(
+        ValueError, match=f"schedule weights .*3.0.* -> .*4.0.*{remedy}"
+    ):
         position.check_same(mixture({"text": 4, "audio": 1}).position(10))
+    with pytest.raises(ValueError, match="no .'later_weights'.: it is of another kind"):
+        batches_of("text").position(10).check_same(position)
     state = iter(mixture()).get_state()
     iterator = iter(mixture({"text": 4, "audio": 1}))
-    with pytest.raises(ValueError, match="with the weights .*3.0.*, and this one has"):
+    message = "with the weights .*3.0.*, and this one has .* `weights={0: old, step: n"
+    with pytest.raises(ValueError, match=message):
         iterator.set_state(state)
     swapped = dict(reversed(mixture().streams.items()))
     iterator = iter(StreamMixture(swapped, {"text": 3, "audio": 1}))
@@ -224,17 +231,41 @@ def test_a_plan_may_change_at_a_step_that_was_not_reached():
     after = batches_of("text", plan={0: now, 15: later})
     iterator, again = iter(before), iter(after)
     batches = [next(iterator) for _ in range(6)]
-    for step in (5, 15):
-        before.position(step).check_same(after.position(step))
-    earlier = after.position(5).to_dict()
-    earlier["schedule"]["plans"] += ", " + earlier["schedule"].pop("later_plans")
-    jb.data.DataPosition.from_dict(earlier).check_same(after.position(5))
     again.set_state(iterator.state_before(5))
     assert_same(next(again), batches[5])
-    with pytest.raises(ValueError, match="schedule plans .* from step 15"):
-        before.position(16).check_same(after.position(16))
     # Processes have to agree on later plans, too.
     assert before.position(5).schedule != after.position(5).schedule
+
+
+LATER = jb.BucketPlan.from_shapes([(8, 8), (2, 32)])
+CHANGES = [{}, {15: LATER}, {15: PLANS["text"]}, {16: LATER}, {7: LATER, 15: LATER}]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_positions_depend_only_on_plans_before_their_step(mixed):
+    all_plans = [{0: PLANS["text"], **change} for change in CHANGES]
+    streams = [{"text": batches_of("text", plan=plans)} for plans in all_plans]
+    audio = {"audio": batches_of("audio")}
+    mixtures = [StreamMixture(text | audio, WEIGHTS[0]) for text in streams]
+    datasets = mixtures if mixed else [text["text"] for text in streams]
+    for step in (0, 1, 7, 8, 15, 16, 19, 20, 21, 22, 30):
+        own_step = mixtures[0].steps_before(step)["text"] if mixed else step
+        reached = [
+            {start: plan for start, plan in plans.items() if start < max(own_step, 1)}
+            for plans in all_plans
+        ]
+        positions = [dataset.position(step) for dataset in datasets]
+        for (old, saved), (new, now) in itertools.product(
+            zip(reached, positions, strict=True), repeat=2
+        ):
+            text = json.dumps(saved.to_dict())
+            saved = jb.data.DataPosition.from_dict(json.loads(text))
+            if old == new:
+                saved.check_same(now)
+                continue
+            message = r"plans .* -> .* `plan={0: old, step: new}`\.$"
+            with pytest.raises(ValueError, match=message):
+                saved.check_same(now)
 
 
 def test_weights_may_change_at_a_step_that_was_not_reached():
@@ -242,7 +273,9 @@ def test_weights_may_change_at_a_step_that_was_not_reached():
     iterator = iter(before)
     batches = [next(iterator) for _ in range(12)]
     state = iterator.state_before(10)
-    before.position(10).check_same(after.position(10))
+    for step in (10, 15):
+        before.position(step).check_same(after.position(step))
+        after.position(step).check_same(before.position(step))
     again = iter(after)
     again.set_state(state)
     assert_same(next(again), batches[10])
@@ -259,28 +292,50 @@ def test_a_refused_state_leaves_no_valid_iterator():
     for _ in range(10):
         next(iterator)
     state = iterator.get_state()
-    streams = mixture().streams | {"audio": batches_of("audio", max_wait=99)}
+    streams = mixture().streams | {"audio": batches_of("audio", first=1)}
     again = iter(StreamMixture(streams, {"text": 3, "audio": 1}))
-    with pytest.raises(ValueError, match="99"):
+    with pytest.raises(ValueError, match="The stream has changed"):
         again.set_state(state)
     for use in (lambda: next(again), again.get_state):
         with pytest.raises(ValueError, match="The last state that was set was rej"):
             use()
     iterator.set_state(state)
-    parts = {"text": state["streams"]["text"]}
-    broken = (
-        {"step": 4},
-        {"streams": parts},
-        {"streams": []},
-        {"streams": {"a": None}},
-    )
-    for other in (state | change for change in broken):
-        with pytest.raises(ValueError, match="are not of their steps"):
-            iterator.set_state(other)
     next(iterator)
     assert len({mixture(x).position(0).schedule["fingerprint"] for x in WEIGHTS}) == 3
     with pytest.raises(ValueError, match="`step=-1` must not be negative"):
         mixture().turn(-1)
+    assert sum(mixture().steps_before(10**30).values()) == 10**30
+
+
+def test_a_state_refused_without_reading_leaves_the_iterator_unchanged():
+    iterator = iter(mixture())
+    for _ in range(10):
+        next(iterator)
+    state = iterator.get_state()
+    for name in PLANS:
+        streams = mixture().streams | {name: batches_of(name, max_wait=99)}
+        again = iter(StreamMixture(streams, {"text": 3, "audio": 1}))
+        unchanged = again.get_state()
+        with pytest.raises(ValueError, match="max wait 256 -> 99") as error:
+            again.set_state(state)
+        assert error.value.__notes__ == [f"This is the stream {name!r} of the mixture."]
+        assert again.get_state() == unchanged
+    text, audio = state["streams"].values()
+    damaged = [
+        *({"step": x} for x in (4, 1.5, None, 10**30, np.array([1, 2]))),
+        *({"names": x} for x in (None, np.array(["text", "audio"]))),
+        *({"weights": x} for x in (None, {"0": np.array([3.0, 1.0])})),
+        *({"streams": x} for x in ([], {}, {"text": text}, {"a": None})),
+        {"streams": {"text": text, "audio": None}},
+        {"streams": {"text": text, "audio": audio | {"step": 10**30}}},
+        {"streams": {"text": text, "audio": audio | {"traits": {"seed": [0]}}}},
+        {"streams": {"text": text, "audio": audio | {"features": "[1]"}}},
+    ]
+    for change in damaged:
+        message = "`state` (is|does not have)|Cannot resume at step"
+        with pytest.raises(ValueError, match=message):
+            iterator.set_state(state | change)
+    assert iterator.get_state() == state
 
 
 @pytest.mark.parametrize(
@@ -298,7 +353,7 @@ def test_streams_agree_in_accumulation_and_rows(options):
     [
         ({}, {}, "`streams={}` is not a mapping from names to streams"),
         ([1], [1], "`streams=[1]` is not a mapping from names"),
-        ({1: 2}, {1: 2}, "`streams` has the name 1, a int"),
+        ({1: 2}, {1: 2}, "`streams` has the name 1, which is not a s"),
         ({"text": [1]}, {"text": 1}, "`streams['text']` is a list. Pass the result"),
         (None, {"text": 1}, "`weights` has the names ['text'], but the mixture has"),
         (None, {"text": 1, "audio": -1}, "`weights['audio']=-1.0` must be positive"),
