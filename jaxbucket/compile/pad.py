@@ -128,7 +128,13 @@ class BucketPadder:
         if difference is not None:
             raise ValueError(difference)
         zeros = jax.tree.map(lambda _: 0, spec)
-        fills = zeros._replace(features=zeros.features | self._fills(target))
+        # With only one T, the batch decides which features are sequences.
+        values = {
+            name: value
+            for name, value in self._fills(target).items()
+            if expected.features[name].shape[1] in seq_lens.values()
+        }
+        fills = zeros._replace(features=zeros.features | values)
 
         def pad(leaf: jax.Array, spec: Any, fill: Any) -> jax.Array:
             widths = [(0, b - a) for a, b in zip(leaf.shape, spec.shape, strict=True)]

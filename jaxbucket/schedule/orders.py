@@ -127,11 +127,11 @@ class Shuffled(Order):
 class Spread(Order):
     """Draws new batches in every epoch, and spreads each bucket evenly over the steps.
 
-    Any t consecutive batches of a run include the share of every bucket, t * n / N for
-    a bucket with n of the N batches of an epoch, with an error of less than four, and
-    typically less than two. (For most shares of three or more buckets, no order has
-    errors of less than one in every window.) After an opening, the rest of the first
-    epoch has the shares of the batches that remain.
+    With one batch in each step, any t consecutive batches of a run include the share of
+    every bucket, t * n / N for a bucket with n of the N batches of an epoch, with an
+    error of less than four, and typically less than two. (For most shares of three or
+    more buckets, no order has errors of less than one in every window.) After an
+    opening, the rest of the first epoch has the shares of the batches that remain.
 
     With several micro-batches of different buckets in a step, short ones are in the
     same step as long ones, so that the steps of an epoch have similar mixes of lengths.

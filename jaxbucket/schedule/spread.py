@@ -49,7 +49,7 @@ def spread_evenly(
     """
     if counts.sum() >= 2**31:
         raise ValueError(
-            f"{counts.sum():,} batches per epoch are too many for `order='spread'`, "
+            f"{counts.sum():,} steps per epoch are too many for `order='spread'`, "
             "which supports fewer than 2**31. Raise `max_tokens`, or use 'shuffled'."
         )
     items = np.zeros(len(positions), np.int64)

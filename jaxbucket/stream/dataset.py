@@ -115,7 +115,8 @@ def stream_batches(
         with the stream. `math.inf` for no end, if the loop stops with `StreamEnd`.
       num_epochs: the number of times that the stream is read; None to repeat it
         forever. Batches may mix the examples of consecutive epochs. A run may resume
-        with a different number, unless its stream had already ended.
+        with a different number, unless its stream had already ended. With a number of
+        epochs that have already begun, it ends with the epoch that is being read.
       pack: whether a row may hold several examples, which must have one length.
       max_segments_per_row: the largest number of examples in a packed row; by default
         the largest number in rows packed from `lengths`.

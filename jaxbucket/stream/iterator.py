@@ -381,7 +381,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         self._is_valid = False
         self._reader.close()
         self._start(saved.step, example_from_specs(saved.features) or self._run.like)
-        self._reader.restore(saved.snapshot)
+        self._reader.restore(saved.snapshot, saved.read)
         self._rounds.restore(saved.current_round)
         indices = set(saved.pending)
         while self._reader.counts.read < saved.read:

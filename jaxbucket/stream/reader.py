@@ -115,6 +115,8 @@ class StreamReader:
         # The checksum of all arrived examples, which detects a stream that has changed.
         self.checksum = 0
         self.ended = False
+        # The number of examples to read again, in as many epochs as they were read in.
+        self._num_again = 0
         self._epoch = self._epoch_index = 0
         self._epoch_has_example = False
         self._iterator: grain.DatasetIterator[Example] | None = None
@@ -191,7 +193,8 @@ class StreamReader:
                 f"`overlong={self.limits.overlong!r}` and "
                 f"`max_ratio={self.limits.max_ratio!r}`."
             )
-        if self.num_epochs is not None and self._epoch + 1 >= self.num_epochs:
+        is_last = self.num_epochs is not None and self._epoch + 1 >= self.num_epochs
+        if is_last and self.counts.read >= self._num_again:
             self.ended = True
             return
         self.close()
@@ -251,8 +254,12 @@ class StreamReader:
         while self._snapshots[0] is not needed:
             self._snapshots.popleft()
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: Snapshot, read: int) -> None:
         """Moves a new reader to a snapshot.
+
+        Args:
+          snapshot: the snapshot.
+          read: the number of examples that had been read when the state was saved.
 
         Raises:
           ValueError: if the stream rejects the state.
@@ -270,7 +277,7 @@ class StreamReader:
                 "from, or restore an earlier checkpoint."
             ) from error
         self.counts = dataclasses.replace(snapshot.counts)
-        self.checksum = snapshot.checksum
+        self.checksum, self._num_again = snapshot.checksum, read
         self._snapshots.append(snapshot)
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class BucketBias:
         """Returns the report for measured gradients.
 
         Args:
-          counts: bucket -> number of its batches in an epoch.
+          counts: bucket -> number of its batches in an epoch, the shortest first.
           measured: bucket -> its measured batches. Buckets in which fewer than three
             have weight are left out.
           accumulate: the number of micro-batches in an update, each of which is a batch
@@ -109,7 +109,7 @@ class BucketBias:
             the mean gradient cannot be told from zero.
         """
         _check(measured)
-        kept = {k: x for k, x in measured.items() if x.size >= MIN_BATCHES}
+        kept = {k: measured[k] for k in counts if measured[k].size >= MIN_BATCHES}
         if not kept:
             raise ValueError(
                 "No bucket has three batches with weight, so the noise of gradients "

@@ -944,6 +944,25 @@ def test_a_longer_bucket_has_features_of_the_same_sizes():
         steps.fit(odd[1])
 
 
+def test_a_feature_as_wide_as_the_only_t_gets_no_pad_value():
+    example = {"x": np.ones(3, np.float32), "wide": np.ones(8, np.float32)}
+    plan = jb.BucketPlan.from_shapes([(4, 8)])
+    specs = jb.sharding.batch_specs(plan, example, ONE, sequences=["x"])
+    steps = jb.compile_steps(
+        slow_to_trace()[0],
+        small_state(),
+        specs,
+        unplanned="longer",
+        pad_value={"x": -1, "wide": -100},
+    )
+    rows = jb.data.collate_rows([example], jb.Bucket(2, 6), sequences=["x"])
+    (odd,) = jb.sharding.prefetch_to_mesh([rows], ONE)
+    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
+        padded = steps.fit(odd)
+    np.testing.assert_array_equal(padded.features["wide"][1:], 0)
+    np.testing.assert_array_equal(padded.features["x"][2:], -1)
+
+
 LABELS = {
     "x": np.ones(3, np.float32),
     "labels": np.full(3, 5, np.int32),

@@ -68,7 +68,7 @@ def test_the_longest_sequences_do_not_overflow(counts):
     for item, count in enumerate(counts):
         seen = numbers[items == item]
         np.testing.assert_array_equal(seen, np.arange(count - len(seen), count))
-    with pytest.raises(ValueError, match="2,147,483,648 batches per epoch are too ma"):
+    with pytest.raises(ValueError, match="2,147,483,648 steps per epoch are too ma"):
         spread_evenly(np.arange(3), np.array([2**31 - 5, 5]))
 
 

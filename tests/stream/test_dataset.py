@@ -2177,6 +2177,30 @@ def test_a_run_may_be_resumed_with_fewer_epochs():
     assert len(list(after)) == 3
 
 
+def test_examples_of_earlier_epochs_are_read_again_with_fewer_epochs():
+    lengths = np.arange(100) % 8 + 1
+    plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8)])
+
+    def iterator(epochs):
+        dataset = stream(lengths)
+        return iter(jb.stream_batches(dataset, plan, pool_size=40, num_epochs=epochs))
+
+    before = iterator(3)
+    states = [before.get_state() for _ in before]
+    for step, state in enumerate(states, 1):
+        after = iterator(1)
+        if state["traits"]["num_epochs"] == 3:
+            continue
+        after.set_state(state)
+        # The epoch that is being read is the last one.
+        num_epochs = 1 + max(0, state["read"] - 1) // 100
+        served = sum(batch.num_examples for batch in after)
+        served += sum(
+            batch.num_examples for batch in itertools.islice(iterator(3), step)
+        )
+        assert served == num_epochs * 100
+
+
 def test_a_run_is_not_resumed_with_more_epochs_after_its_end():
     plan = jb.BucketPlan.from_shapes([(2, 3)])
 

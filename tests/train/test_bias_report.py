@@ -253,6 +253,16 @@ def test_equal_buckets_have_no_offset():
     assert sum("mean of updates" in report.summary for report in reports) <= 3
 
 
+def test_the_order_of_the_measurements_does_not_matter():
+    samples, _, _ = random_gradients(0, 8)
+    measured = {
+        bucket: GradientSamples(x, np.full(8, 100.0), np.full(8, 4.0))
+        for bucket, x in samples.items()
+    }
+    backward = dict(reversed(measured.items()))
+    assert BucketBias.of(COUNTS, backward) == BucketBias.of(COUNTS, measured)
+
+
 def test_equal_numbers_of_tokens_are_called_equal():
     samples = {bucket: 1.0 + 1e-6 * np.eye(4, DIM) for bucket in BUCKETS}
     assert "needs about as many tokens because of" in report_of(samples).summary
