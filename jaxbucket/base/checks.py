@@ -261,3 +261,14 @@ def check_seed(seed: Any) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
     return number
+
+
+def with_article(value: Any) -> str:
+    """Returns the name of a type, for messages.
+
+    Example:
+      >>> with_article([]), with_article(3)
+      ('a list', 'an int')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"

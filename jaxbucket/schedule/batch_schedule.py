@@ -53,8 +53,8 @@ class BatchSchedule(Schedule):
 
     * "spread": every epoch draws new batches, by keyed integer permutations, which need
       neither a pass over the data nor a state. The buckets are spread evenly over the
-      steps, so that consecutive updates differ in length as much as the data does. The
-      sequence of buckets is that of the first epoch.
+      steps, so that consecutive updates differ in length as much as the data does. All
+      epochs have the same sequence of buckets.
     * "shuffled": the same, but the batches come in a random order.
     * "source": every epoch is the same. Each bucket takes its examples in source
       order, and a batch comes as soon as it is full.
@@ -110,7 +110,7 @@ class BatchSchedule(Schedule):
         A `packing` is that of the lengths of the subset.
       group: "same" if all micro-batches of a step share a bucket, as pipeline
         parallelism requires, or "mixed" if a step takes consecutive batches of the
-        order; with "spread", these are of short and long buckets. With "same", the
+        order; if that spreads buckets, these are short and long. With "same", the
         micro-batches of a step are filled together, and the last ones may be empty.
         With "mixed", each is filled separately, and empty batches complete the last
         step of an epoch.

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.checks import check_choice
+from jaxbucket.base.checks import check_choice, with_article
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
@@ -194,7 +194,7 @@ def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
         order = NAMED[order]
     elif not isinstance(order, Order):
         raise ValueError(
-            f"`order` has the type {type(order).__name__}. Pass one of the names "
+            f"`order` is {with_article(order)}. Pass one of the names "
             f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
         )
     order.check(num_examples, is_packed=is_packed)

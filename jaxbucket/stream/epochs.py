@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grain
 
-from jaxbucket.base.checks import check_seed
+from jaxbucket.base.checks import check_seed, with_article
 from jaxbucket.base.permutation import fold
 
 EpochStream: TypeAlias = Callable[[int, int], grain.IterDataset]
@@ -39,17 +39,6 @@ def stream_of(dataset: Any) -> str:
     if isinstance(dataset, Iterable) and not isinstance(dataset, Sized):
         return "`jb.stream.from_loader(dataset)`"
     return "`grain.MapDataset.source(examples).to_iter_dataset()`"
-
-
-def with_article(value: Any) -> str:
-    """Returns the name of a type, for messages.
-
-    Example:
-      >>> with_article([]), with_article(3)
-      ('a list', 'an int')
-    """
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def open_epoch(dataset: Stream, epoch: int, seed: int) -> grain.IterDataset:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from jaxbucket.base.checks import with_article
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
-from jaxbucket.stream.epochs import stream_of, with_article
+from jaxbucket.stream.epochs import stream_of
 from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
 
 # Not None, because a function of the stream without a `return` yields None.

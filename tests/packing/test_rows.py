@@ -598,6 +598,9 @@ def test_rows_that_mix_lengths_are_chosen_if_their_cost_is_within_the_share(more
             assert re.search(
                 r"cost .*% more and mix more lengths\. Cost", chosen.reason
             )
+            limit = {"mixing": mixing, "max_padding": 1e-6}
+            padded = jb.plan_packing(lengths, **options, **limit)
+            assert "packed rows would exceed `max_padding`" in padded.reason
 
 
 # A greedy search with `mixing` alone ends at rows that cost 6% and 8% more for the

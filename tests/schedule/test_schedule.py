@@ -764,9 +764,9 @@ def test_a_report_of_draws_with_replacement_is_refused():
     [
         (
             {"order": np.arange(2)},
-            "`order` has the type ndarray. Pass one of .* `Curriculum",
+            "`order` is a ndarray. Pass one of .* `Curriculum",
         ),
-        ({"order": None}, "`order` has the type NoneType. Pass one of the names "),
+        ({"order": None}, "`order` is a NoneType. Pass one of the names shuffled, spr"),
         ({"accumulate": 2**61}, "`accumulate=2305843009213693952` exceeds 65536"),
         ({"accumulate": 0}, "`accumulate=0` must be a positive integer"),
         ({"group": "foo"}, "`group='foo'`: choose 'same' or 'mixed'"),
