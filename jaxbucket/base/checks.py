@@ -255,6 +255,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"`{name}={value!r}`: choose {', '.join(others)} or {last}.")
 
 
+def check_function(name: str, value: Any, arguments: str) -> None:
+    """Raises a ValueError if an argument is not a function."""
+    if not callable(value):
+        raise ValueError(f"`{name}={value!r}` is not a function of {arguments}.")
+
+
 def check_seed(seed: Any) -> int:
     """Returns `seed` as an int, or raises a ValueError if it is out of range."""
     number = check_integer("seed", seed)

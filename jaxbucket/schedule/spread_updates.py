@@ -49,7 +49,8 @@ class SpreadUpdates:
         counts = counts - np.bincount(last, minlength=len(counts))
         # The batches that are not in a whole update, and their numbers.
         self._others = np.concatenate([first, last])
-        earlier = np.tril(self._others[:, None] == self._others, -1).sum(axis=1)
+        in_first = np.bincount(first, minlength=len(counts))
+        earlier = np.concatenate([_earlier(first), _earlier(last) + in_first[last]])
         self._other_numbers = counts[self._others] + earlier
         self._ends = np.cumsum(counts)
         self.num_updates = int(counts.sum()) // size
@@ -108,6 +109,11 @@ class SpreadUpdates:
 def spread_updates(counts: tuple[int, ...], size: int, head: int) -> SpreadUpdates:
     """Returns `SpreadUpdates`, which takes longer to create than to use once."""
     return SpreadUpdates(np.array(counts, np.int64), size, head)
+
+
+def _earlier(buckets: np.ndarray) -> np.ndarray:
+    """Returns how often each of several sorted buckets has occurred before."""
+    return np.arange(len(buckets)) - np.searchsorted(buckets, buckets)
 
 
 def _quantiles(counts: np.ndarray, number: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import heapq
 import math
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import grain
 
-from jaxbucket.base.checks import check_positive
+from jaxbucket.base.checks import check_function, check_positive
 from jaxbucket.stream.loader_values import checksum_after
 from jaxbucket.stream.pending_state import PendingState
 from jaxbucket.stream.reader import END, next_of
@@ -77,9 +76,8 @@ def easy_first(
             f"`stream` is a {type(stream).__name__}, not a `grain.IterDataset`. "
             "Convert it, for example with `jb.stream.from_loader`."
         )
-    for name, function in (("difficulty_fn", difficulty_fn), ("limit", limit)):
-        if not callable(function):
-            raise ValueError(f"`{name}={function!r}` is not a function.")
+    check_function("difficulty_fn", difficulty_fn, "an example")
+    check_function("limit", limit, "the number of examples so far")
     unit = getattr(limit, "unit", "steps")
     if unit != "steps":
         raise ValueError(
@@ -162,7 +160,7 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         self._ended = False
         # A heap. The numbers of its examples are all different.
         self._pending: list[_Pending] = []
-        self._snapshots: collections.deque[_Snapshot] = collections.deque()
+        self._snapshots: list[_Snapshot] = []
 
     def __next__(self) -> Any:
         check_not_rejected(self._is_valid)
@@ -196,7 +194,7 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         index = self._num_read
         if index % _SNAPSHOT_EVERY == 0:
             self._take_snapshot()
-            self._drop_old_snapshots()
+            self._drop_unused_snapshots()
         self._is_reading = True
         example = next_of(
             self._iterator, f"Example {index} of the stream of `easy_first`"
@@ -241,7 +239,7 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
           ValueError: if the state that was set last was rejected.
         """
         check_not_rejected(self._is_valid)
-        self._drop_old_snapshots()
+        self._drop_unused_snapshots()
         if not self._snapshots:
             self._take_snapshot()
         snapshot = self._snapshots[0]
@@ -259,11 +257,12 @@ class EasyFirstIterator(grain.DatasetIterator[Any]):
         state = copy.deepcopy(self._iterator.get_state())
         self._snapshots.append(_Snapshot(self._num_read, self._checksum, state))
 
-    def _drop_old_snapshots(self) -> None:
-        """Keeps the last one before the oldest pending example, and later ones."""
-        oldest = min((x.number for x in self._pending), default=self._num_read)
-        while len(self._snapshots) > 1 and self._snapshots[1].number <= oldest:
-            self._snapshots.popleft()
+    def _drop_unused_snapshots(self) -> None:
+        """Keeps the last one before each pending example, and the latest of all."""
+        used = {x.number // _SNAPSHOT_EVERY for x in self._pending}
+        earlier, latest = self._snapshots[:-1], self._snapshots[-1:]
+        earlier = [x for x in earlier if x.number // _SNAPSHOT_EVERY in used]
+        self._snapshots = earlier + latest
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues from a state, and reads its pending examples again.

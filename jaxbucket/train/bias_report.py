@@ -142,7 +142,7 @@ class BucketBias:
         others = f"Without {self.left_out_share:.1%} of the steps, compared"
         text = (
             f"{others if self.left_out else 'Compared'} with random examples of all "
-            f"lengths, training on one bucket at a time needs about {shuffled} tokens "
+            f"lengths, training on one bucket at a time needs about {shuffled} "
             "because of this variance if the order is shuffled, and "
             f"{spread} if buckets are spread evenly."
         )
@@ -293,9 +293,10 @@ def _more(way: WayToBatch) -> str:
     """Returns how many more tokens a way needs, and whether that exceeds two errors."""
     more, error = abs(way.more_tokens), way.more_tokens_error
     if max(more, error) < _MIN_SHOWN:
-        return "as many"
-    shown = f"{more:.1%} ± {error:.1%} {'more' if way.more_tokens >= 0 else 'fewer'}"
-    return shown if more > 2 * error else f"{shown} (not significantly)"
+        return "as many tokens"
+    direction = "more" if way.more_tokens >= 0 else "fewer"
+    shown = f"{more:.1%} ± {error:.1%} {direction} tokens"
+    return shown if more > 2 * error else f"{shown} (not significant)"
 
 
 def _short(number: float) -> str:

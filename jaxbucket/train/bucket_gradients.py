@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_integer, check_seed
+from jaxbucket.base.checks import check_function, check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.schedule.epoch_buckets import epoch_buckets
@@ -76,7 +76,8 @@ def bucket_bias(
       state: the state whose parameters the gradients are taken at.
       batches: the loader of the run. Batches are chosen at random from the first whole
         epoch after its `start_step`. Its schedule may be for padded or packed rows, and
-        micro-batches are measured one by one.
+        micro-batches are measured one by one. Components of a mixture are measured
+        together, bucket by bucket.
       batches_per_bucket: the number of batches to measure in each bucket, at least 3.
       seed: the seed of the choice and of the keys that the loss receives.
       progress: whether to show progress bars on a terminal.
@@ -85,11 +86,12 @@ def bucket_bias(
       The bias and the noise of each bucket, and what other orders would change.
 
     Raises:
-      ValueError: if `state` is not a state of `create_state`, or `batches` not a
-        `MeshLoader`; if `batches_per_bucket` is below 3; if no bucket has three
-        batches; if a gradient is not finite, or their mean cannot be told from zero; or
-        if the loss breaks its contract.
+      ValueError: if `loss_fn` is not a function, `state` is not a state of
+        `create_state`, or `batches` not a `MeshLoader`; if `batches_per_bucket` is
+        below 3; if no bucket has three batches; if a gradient is not finite, or their
+        mean cannot be told from zero; or if the loss breaks its contract.
     """
+    check_function("loss_fn", loss_fn, "(model, batch, keys)")
     checked_state(state)
     check_seed(seed)
     if check_integer("batches_per_bucket", batches_per_bucket) < MIN_BATCHES:

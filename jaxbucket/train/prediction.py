@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 # `train.MeshLoader` is imported on first use, because its module imports Grain.
 from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch
-from jaxbucket.base.checks import check_choice
+from jaxbucket.base.checks import check_choice, check_function
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import split_examples
@@ -68,10 +68,12 @@ def make_predict_step(
       devices.
 
     Raises:
-      ValueError: if the mode or an axis is unknown; when traced, if the outputs are not
-        a dict of arrays with one entry per row, if variables of the model change, or if
-      Flax's `BatchNorm` would normalize by the rows of each device.
+      ValueError: if `predict_fn` is not a function, or the mode or an axis is unknown;
+        when traced, if the outputs are not a dict of arrays with one entry per row, if
+        variables of the model change, or if Flax's `BatchNorm` would normalize by the
+        rows of each device.
     """
+    check_function("predict_fn", predict_fn, "(model, batch)")
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
     predict_fn = without_local_batch_norm(predict_fn, mesh, mode, axes, "predict_fn")

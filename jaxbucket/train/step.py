@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.checks import check_seed
+from jaxbucket.base.checks import check_function, check_seed
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.accumulation import accumulating_step
@@ -103,11 +103,12 @@ def make_train_step(
       loss's own sums.
 
     Raises:
-      ValueError: if the mode or an axis is unknown, the seed is out of range, `tx` is
-        not an optimizer, or `accumulate` is not a bool; with "pmap", if the state is
-        sharded or the devices of a process are not adjacent in the mesh; when traced,
-        if the loss breaks the contract, the state is of another optimizer, or Flax's
-        `BatchNorm` would normalize by the rows of each device.
+      ValueError: if `loss_fn` is not a function, the mode or an axis is unknown, the
+        seed is out of range, `tx` is not an optimizer, or `accumulate` is not a bool;
+        with "pmap", if the state is sharded or the devices of a process are not
+        adjacent in the mesh; when traced, if the loss breaks the contract, the state is
+        of another optimizer, or Flax's `BatchNorm` would normalize by the rows of each
+        device.
       TypeError: when traced, if a tuple of micro-batches is passed without
         `accumulate`.
     """
@@ -122,6 +123,7 @@ def make_train_step(
             "`state_sharding` is not supported by `mode='pmap'`, under which every "
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
+    check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = axis_names(mesh, batch_axes)
     loss_fn = without_local_batch_norm(loss_fn, mesh, mode, axes)
     local_sums = gradient_sums(loss_fn, check_rules(variable_rules))
@@ -195,11 +197,12 @@ def make_eval_step(
       and divide at the end.
 
     Raises:
-      ValueError: if the mode or an axis is unknown; with "pmap", if the devices of a
-        process are not adjacent in the mesh; when traced, if the loss breaks the
-        contract, changes variables of the model, or normalizes by the rows of each
-      device.
+      ValueError: if `loss_fn` is not a function, or the mode or an axis is unknown;
+        with "pmap", if the devices of a process are not adjacent in the mesh; when
+        traced, if the loss breaks the contract, changes variables of the model, or
+        normalizes by the rows of each device.
     """
+    check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = axis_names(mesh, batch_axes)
     loss_fn = without_local_batch_norm(loss_fn, mesh, mode, axes)
 

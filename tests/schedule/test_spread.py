@@ -202,6 +202,14 @@ def test_an_update_that_completes_an_opening_has_batches_of_all_lengths():
     assert items[-1] == 1
 
 
+def test_an_update_may_have_a_large_part_of_all_batches():
+    counts = np.array([30_000, 29_999])
+    updates = SpreadUpdates(counts, 2**16, head=20_000)
+    items, numbers = updates.at(np.arange(59_999))
+    for item, count in enumerate(counts):
+        np.testing.assert_array_equal(np.sort(numbers[items == item]), np.arange(count))
+
+
 def test_micro_batches_of_a_step_have_short_and_long_buckets():
     schedule = make_schedule(accumulate=2, group="mixed")
     for number in range(3):

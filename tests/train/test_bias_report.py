@@ -234,10 +234,10 @@ def test_the_summary_claims_only_what_exceeds_two_errors():
     report = report_of(random_gradients(0, 8)[0])
     summary = with_tokens(report, (0.03, 0.01), (-0.02, 0.005)).summary
     assert "needs about 3.0% ± 1.0% more tokens because of this variance" in summary
-    assert "and 2.0% ± 0.5% fewer if buckets are spread evenly" in summary
+    assert "and 2.0% ± 0.5% fewer tokens if buckets are spread evenly" in summary
     summary = with_tokens(report, (0.03, 0.02), (-0.02, 0.011)).summary
-    assert "about 3.0% ± 2.0% more (not significantly) tokens because of" in summary
-    assert "and 2.0% ± 1.1% fewer (not significantly) if buckets are spr" in summary
+    assert "about 3.0% ± 2.0% more tokens (not significant) because of" in summary
+    assert "and 2.0% ± 1.1% fewer tokens (not significant) if buckets" in summary
     offset = dataclasses.replace(report, offset=0.04, offset_error=0.01).summary
     assert "the mean of updates differs from the mean gradient by 20% of" in offset
     for values in ({"offset": 0.04, "offset_error": 0.03}, {"offset": 0.005}):
