@@ -289,6 +289,6 @@ def test_invalid_arguments_are_refused(make, message):
 
 
 def test_a_step_of_several_micro_batches_is_refused():
-    step = jb.make_train_step(None, optax.sgd(0.1), jb.data_mesh(), accumulate=True)
+    step = jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), accumulate=True)
     with pytest.raises(ValueError, match="`step_fn` takes several micro-batches"):
         jb.train.calibrate(step, None, SHAPES, {}, jb.data_mesh())
