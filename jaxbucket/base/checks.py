@@ -258,7 +258,9 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def check_function(name: str, value: Any, arguments: str) -> None:
     """Raises a ValueError if an argument is not a function."""
     if not callable(value):
-        raise ValueError(f"`{name}={value!r}` is not a function of {arguments}.")
+        raise ValueError(
+            f"`{name}={value!r}` is not a function. Pass one of {arguments}."
+        )
 
 
 def check_seed(seed: Any) -> int:

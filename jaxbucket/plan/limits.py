@@ -15,6 +15,7 @@ from jaxbucket.base.checks import (
     check_choice,
     check_cost,
     check_countable,
+    check_function,
     check_positive,
     overlong_message,
 )
@@ -95,11 +96,8 @@ class Limits:
                 f"`max_seq_len={last}` is not a multiple of `seq_len_multiple="
                 f"{multiple}`. Use {-(-last // multiple) * multiple}."
             )
-        if self.cost_fn is not None and not callable(self.cost_fn):
-            raise ValueError(
-                f"`cost_fn={self.cost_fn!r}` is not a function of (batch_size, "
-                "seq_len)."
-            )
+        if self.cost_fn is not None:
+            check_function("cost_fn", self.cost_fn, "(batch_size, seq_len)")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -15,6 +15,7 @@ from jaxbucket.base.checks import (
     check_accumulate,
     check_choice,
     check_cost,
+    check_function,
     check_positive,
     overlong_message,
 )
@@ -114,11 +115,8 @@ class SequenceLimits:
                     f"`seq_len_multiple={multiple}`. Use "
                     f"{-(-last[name] // multiple) * multiple}."
                 )
-        if self.cost_fn is not None and not callable(self.cost_fn):
-            raise ValueError(
-                f"`cost_fn={self.cost_fn!r}` is not a function of (batch_size, "
-                "seq_lens)."
-            )
+        if self.cost_fn is not None:
+            check_function("cost_fn", self.cost_fn, "(batch_size, seq_lens)")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

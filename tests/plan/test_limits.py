@@ -117,7 +117,10 @@ def test_batch_sizes_respect_their_limits():
             "`batch_size_multiple=4` has no multiple from `min_batch_size=5` to "
             "`max_batch_size=7`. Lower `min_batch_size` to 4.",
         ),
-        ({"cost_fn": 3}, "`cost_fn=3` is not a function of (batch_size, seq_len)."),
+        (
+            {"cost_fn": 3},
+            "`cost_fn=3` is not a function. Pass one of (batch_size, seq_len).",
+        ),
         ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
         ({"cost_fn": lambda b, t: None}, "=None` must be a positive, finite number"),
         ({"cost_fn": lambda b, t: np.inf}, "=inf` must be a positive, finite number"),

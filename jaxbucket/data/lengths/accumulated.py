@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.checks import MAX_LENGTH, check_positive
+from jaxbucket.base.checks import MAX_LENGTH, check_function, check_positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,7 @@ class AccumulatedMetric:
     def __post_init__(self):
         of = {"count_fn": "an example", "score_fn": "an example and the sum"}
         for name, arguments in of.items():
-            if not callable(function := getattr(self, name)):
-                raise ValueError(
-                    f"`{name}={function!r}` is not a function. Pass one of {arguments}."
-                )
+            check_function(name, getattr(self, name), arguments)
         object.__setattr__(self, "size", check_positive("size", self.size))
 
     def __call__(self, example: Any, total: np.ndarray) -> float:
