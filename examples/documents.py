@@ -58,8 +58,11 @@ def load(
       max_len: the number of bytes to truncate documents to. None keeps all bytes.
 
     Raises:
-      ValueError: if the path cannot be read, or has too few documents to hold some out.
+      ValueError: if the path cannot be read, or has too few documents to hold some out,
+        or `max_len` is not positive.
     """
+    if max_len is not None and max_len < 1:
+        raise ValueError(f"`--max-len {max_len}` is not positive. Pass 1 or more.")
     documents = standard_library() if path is None else read(pathlib.Path(path), field)
     name = "The standard library" if path is None else f"`--data {path}`"
     splits = Splits(Examples(), Examples())

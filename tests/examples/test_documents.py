@@ -75,6 +75,12 @@ def test_unreadable_data_is_refused(documents, tmp_path, name, content, message)
         documents.load(str(write(tmp_path / name, content)))
 
 
+@pytest.mark.parametrize("max_len", [0, -3])
+def test_documents_are_not_truncated_from_their_end(documents, max_len):
+    with pytest.raises(ValueError, match=f"`--max-len {max_len}` is not positive"):
+        documents.load(max_len=max_len)
+
+
 @pytest.mark.exhaustive
 def test_no_file_is_in_both_splits(documents):
     def texts(examples):
