@@ -24,11 +24,14 @@ parameters are updated:
 
     sqrt of examples            learning rates multiplied by the square root of the
                                 number of examples, with the same mean over tokens
+    sqrt of mean examples       the same, relative to the mean number of examples of an
+                                update, so that learning rates are lower on average
     sqrt of tokens              by the square root of the number of real tokens
     no clipping                 gradients are not clipped
     clipping by bucket          clipped relative to the mean norm of the bucket, with
                                 one batch in each update
-    long warm-up                a warm-up of four times as many updates
+    long warm-up                a warm-up of four times as many updates to the same
+                                peak, so later learning rates are twice as high
     slow second moments         Adam averages squares of ten times as many gradients
 
 `--model conv` trains a convolutional model that looks at no byte of another example, so
@@ -216,8 +219,7 @@ def without_optimizer(state: jb.train.TrainState) -> jb.train.TrainState:
 def main() -> None:
     args = parse_arguments()
     if args.bias is not None:
-        (way,) = args.ways or ["spread"]
-        bias = Training(args).bias(args.bias, way)
+        bias = Training(args).bias(args.bias, (args.ways or ["spread"])[0])
         print(bias)
         if args.plot:
             jb.train.plot_bias(bias).savefig(args.plot, dpi=120)
@@ -283,6 +285,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.steps = sorted(args.steps)
     check_ways(args.ways or ())
+    if args.steps[0] < 1:
+        parser.error(f"argument --steps: {args.steps[0]} is not positive")
+    if args.bias is not None and args.ways and (args.ways[1:] or "," in args.ways[0]):
+        parser.error("argument --bias: pass one way to batch to --ways")
     return args
 
 

@@ -28,8 +28,8 @@ WAYS = (
 _SHARES = np.linspace(1, 1.3, 31)
 _BATCHES = {x.partition(", ")[0] for x in WAYS}
 _UPDATES = {
-    *("", "sqrt of examples", "sqrt of tokens", "no clipping", "clipping by bucket"),
-    *("long warm-up", "slow second moments"),
+    *("", "sqrt of examples", "sqrt of mean examples", "sqrt of tokens"),
+    *("no clipping", "clipping by bucket", "long warm-up", "slow second moments"),
 }
 # (seed=...) -> schedule
 Schedules = Callable[..., jb.BatchSchedule]
@@ -51,6 +51,7 @@ class BatchWays:
     Attributes:
       plan: the buckets of batches with one example in each row.
       tokens_per_step: the mean number of real tokens of an update.
+      examples_per_step: the mean number of examples of an update.
       base_examples: the number of examples for which the square roots of all batches,
         relative to it, have the mean 1 over tokens.
     """
@@ -164,6 +165,7 @@ def update_options(way: str, args: argparse.Namespace, ways: BatchWays) -> dict:
     return {
         "": {},
         "sqrt of examples": {"base": {"base_examples": ways.base_examples}},
+        "sqrt of mean examples": {"base": {"base_examples": ways.examples_per_step}},
         "sqrt of tokens": {"base": tokens},
         "no clipping": {"clip": optax.identity()},
         "clipping by bucket": {
@@ -191,7 +193,8 @@ def optimizer(
       base: the size of the batch for the square root rule; without it, the learning
         rate does not depend on the size.
       clip: clips gradients.
-      warmup_steps: updates until the peak of the learning rate.
+      warmup_steps: updates until the peak of the learning rate. It falls with the
+        square root of tokens from there, so a later peak makes later rates higher.
       b2: the decay of the second moments.
     """
     warmup = round((warmup_steps or args.warmup_steps) * ways.tokens_per_step)
@@ -241,10 +244,10 @@ def clip_by_bucket(
             return jnp.where(old == 0, norm, decay * old + (1 - decay) * norm)
 
         size = jnp.asarray(batch["num_rows"], jnp.int32)
-        own, overall = mean(state.by_size[size]), mean(state.overall)
-        limit = max_norm * own / jnp.where(overall == 0, 1, overall)
+        bucket, overall = mean(state.by_size[size]), mean(state.overall)
+        limit = max_norm * bucket / jnp.where(overall == 0, 1, overall)
         factor = jnp.where(norm > limit, limit / norm, 1)
         clipped = jax.tree.map(lambda x: x * factor.astype(x.dtype), updates)
-        return clipped, _MeanNorms(state.by_size.at[size].set(own), overall)
+        return clipped, _MeanNorms(state.by_size.at[size].set(bucket), overall)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -135,7 +135,10 @@ class Training:
     def _schedule(
         self, plan: jb.BucketPlan, seed: int, **options: Any
     ) -> jb.BatchSchedule:
-        return jb.BatchSchedule(plan, self.lengths, seed=seed, **options)
+        # The order "spread" pairs short and long micro-batches; these are random pairs.
+        return jb.BatchSchedule(
+            plan, self.lengths, seed=seed, order="shuffled", **options
+        )
 
     def runs(self, method: Method) -> list[dict[str, Any]]:
         """Trains once per seed, with steps that are compiled only once."""

@@ -259,7 +259,7 @@ def check_function(name: str, value: Any, arguments: str) -> None:
     """Raises a ValueError if an argument is not a function."""
     if not callable(value):
         raise ValueError(
-            f"`{name}={value!r}` is not a function. Pass one of {arguments}."
+            f"`{name}={value!r}` is not a function. Pass a function of {arguments}."
         )
 
 

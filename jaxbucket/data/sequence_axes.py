@@ -88,8 +88,8 @@ def features_by_sequence(
     groups: dict[str, dict[str, int]] = {}
     for name, listed in listed_by_sequence(sequences, names).items():
         others = [feature for feature in listed if feature != name]
-        own = [name] if name in listed or name in known else []
-        groups[name] = {x: num_axes.get(x, 0) for x in (*own, *others)}
+        main = [name] if name in listed or name in known else []
+        groups[name] = {x: num_axes.get(x, 0) for x in (*main, *others)}
         num_axes |= {x: axis + 1 for x, axis in groups[name].items()}
     return groups
 

@@ -307,8 +307,8 @@ def check_pacing(pacing: Pacing) -> None:
     """Raises a ValueError if `pacing` is not callable or has an unknown unit."""
     if not callable(pacing):
         raise ValueError(
-            f"`pacing={pacing!r}` is not a function. Pass one from epochs to a share, "
-            "such as `jb.schedule.LinearPacing(start=0.5)`."
+            f"`pacing={pacing!r}` is not a function. Pass a function from epochs to "
+            "a share, such as `jb.schedule.LinearPacing(start=0.5)`."
         )
     if pacing_unit(pacing) not in UNITS:
         raise ValueError(

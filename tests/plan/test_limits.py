@@ -119,7 +119,7 @@ def test_batch_sizes_respect_their_limits():
         ),
         (
             {"cost_fn": 3},
-            "`cost_fn=3` is not a function. Pass one of (batch_size, seq_len).",
+            "`cost_fn=3` is not a function. Pass a function of (batch_size, seq_len).",
         ),
         ({"cost_fn": lambda b, t: 0}, "`cost_fn("),
         ({"cost_fn": lambda b, t: None}, "=None` must be a positive, finite number"),

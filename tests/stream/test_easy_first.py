@@ -143,11 +143,11 @@ def test_batches_have_each_example_once_and_short_ones_first(pack):
         (([1, 2], float, float), "`stream` is a list, not a `grain.IterDataset`"),
         (
             (stream_of([1]), 3, float),
-            "`difficulty_fn=3` is not a function. Pass one of an example",
+            "`difficulty_fn=3` is not a function. Pass a function of an example",
         ),
         (
             (stream_of([1]), float, 0.5),
-            "`limit=0.5` is not a function. Pass one of the number of examples",
+            "`limit=0.5` is not a function. Pass a function of the number of examples",
         ),
         (
             (stream_of([1]), float, ByValue(LinearPacing(start=0, epochs=2), 0, 9)),

@@ -385,7 +385,7 @@ def test_outputs_must_have_one_entry_per_row(outputs, message):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="`mode='vmap'`: choose 'jit', 'shard_map' or"):
         jb.make_predict_step(predict_fn, jb.data_mesh(), mode="vmap")
-    with pytest.raises(ValueError, match="`predict_fn=3` is not a function. Pass one"):
+    with pytest.raises(ValueError, match="`predict_fn=3` is not a function. Pass a"):
         jb.make_predict_step(3, jb.data_mesh())  # pyright: ignore
 
 

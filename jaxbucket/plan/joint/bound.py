@@ -167,17 +167,17 @@ def _relaxation(problem: Search, points: Points, rates: np.ndarray) -> Relaxatio
 
 def _paid(problem: Search, points: Points, seq_lens: np.ndarray) -> np.ndarray:
     """Returns what an example of each point pays on average in known shapes, `[P]`."""
-    own = problem.points
-    choice = Choice.of(own, own.indices_of(seq_lens), problem.pricing)
-    groups = _row_of(points.indices_of(own.seq_lens(own.indices)), points)
-    paid = np.bincount(groups, choice.rates[choice.first] * own.counts, len(points))
+    finer = problem.points
+    choice = Choice.of(finer, finer.indices_of(seq_lens), problem.pricing)
+    groups = _row_of(points.indices_of(finer.seq_lens(finer.indices)), points)
+    paid = np.bincount(groups, choice.rates[choice.first] * finer.counts, len(points))
     return paid / points.counts
 
 
 def _row_of(indices: np.ndarray, points: Points) -> np.ndarray:
     """Returns which point has some indices of T, `[n]`, from `[n, Q]`."""
     sizes = tuple(map(len, points.values))
-    own, given = (
+    known, wanted = (
         np.ravel_multi_index([*x.T], sizes) for x in (points.indices, indices)
     )
-    return np.searchsorted(np.atleast_1d(own), np.atleast_1d(given))
+    return np.searchsorted(np.atleast_1d(known), np.atleast_1d(wanted))

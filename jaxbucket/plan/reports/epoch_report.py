@@ -177,17 +177,17 @@ class Report:
         Args:
           what: the things in rows, "examples" or "rows".
         """
-        shape, own = f"of T {self.unit}", f"{what} that fit in no shorter bucket"
+        shape, which = f"of T {self.unit}", f"{what} that fit in no shorter bucket"
         if self.sequence_tokens:
             shape = f"with T {self.unit} for each sequence"
             rows = "that" if what == "rows" else "whose rows"
-            own = f"{what} {rows} cost the least in this bucket"
+            which = f"{what} {rows} cost the least in this bucket"
         text = (
-            f"A batch has B rows {shape}. {what.capitalize()}: {own}. Moved in: {what} "
-            "from shorter buckets that fill up a batch. Empty rows: rows without an "
-            f"example. Padding: the share in the bucket's own {what}; the total also "
-            f"includes empty rows and moved {what}. "
-            f"Share of {self.unit}: share of all positions, padding included."
+            f"A batch has B rows {shape}. {what.capitalize()}: {which}. Moved in: "
+            f"{what} from shorter buckets that fill up a batch. Empty rows: rows "
+            f"without an example. Padding: the share in the bucket's own {what}; the "
+            f"total also includes empty rows and moved {what}. Share of {self.unit}: "
+            "share of all positions, padding included."
         )
         if self.cost_unit != "tokens":
             cost = "time" if self.cost_unit == "s" else "cost"

@@ -63,11 +63,11 @@ def test_invalid_counts_and_tokens_are_refused(metric, message):
         (lambda: AccumulatedMetric(len, max, 1.5), "`size=1.5` is not an integer."),
         (
             lambda: AccumulatedMetric(5, max, 3),
-            "`count_fn=5` is not a function. Pass one",
+            "`count_fn=5` is not a function. Pass a function of an example",
         ),
         (
             lambda: AccumulatedMetric(len, 6, 3),
-            "`score_fn=6` is not a function. Pass one",
+            "`score_fn=6` is not a function. Pass a function of an example",
         ),
     ],
 )
