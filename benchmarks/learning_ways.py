@@ -194,7 +194,8 @@ def optimizer(
         rate does not depend on the size.
       clip: clips gradients.
       warmup_steps: updates until the peak of the learning rate. It falls with the
-        square root of tokens from there, so a later peak makes later rates higher.
+        inverse square root of tokens from there, so a later peak makes later rates
+        higher.
       b2: the decay of the second moments.
     """
     warmup = round((warmup_steps or args.warmup_steps) * ways.tokens_per_step)
