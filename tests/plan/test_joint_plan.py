@@ -317,7 +317,7 @@ def test_comparing_refuses_plans_of_other_sequences():
         ),
         ({"max_tokens": lambda sizes: 1 / 0}, "raised ZeroDivisionError"),
         ({"cost_fn": lambda size, seq_lens: -1}, "must be a positive, finite number"),
-        ({"cost_fn": 3}, "is not a function. Pass a function of .batch_size, seq"),
+        ({"cost_fn": 3}, "is not a function. Pass a function of .batch_size, seq_lens"),
         ({"overlong": "split"}, "`overlong='split'`: choose 'error', 'drop', "),
         ({"overlong": {"source": "drop", "target": "cut"}}, r"overlong\['target'\]"),
         ({"max_seq_len": 30}, "is beyond all buckets"),

@@ -169,7 +169,8 @@ def test_too_few_batches_are_refused():
     state = jb.create_state({"w": jnp.zeros(())}, optax.sgd(0.1), mesh)
     with pytest.raises(ValueError, match="`batches_per_bucket=2` is too small"):
         jb.train.bucket_bias(loss_fn, state, make_batches(mesh), batches_per_bucket=2)
-    with pytest.raises(ValueError, match="`loss_fn=None` is not a function. Pass a"):
+    message = "`loss_fn=None` is not a function. Pass a function of .model, batch, keys"
+    with pytest.raises(ValueError, match=message):
         jb.train.bucket_bias(None, state, make_batches(mesh))  # pyright: ignore
     plan = jb.BucketPlan.from_shapes([(8, 4)])
     schedule = jb.BatchSchedule(plan, [4] * 8)

@@ -385,7 +385,8 @@ def test_outputs_must_have_one_entry_per_row(outputs, message):
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="`mode='vmap'`: choose 'jit', 'shard_map' or"):
         jb.make_predict_step(predict_fn, jb.data_mesh(), mode="vmap")
-    with pytest.raises(ValueError, match="`predict_fn=3` is not a function. Pass a"):
+    message = "`predict_fn=3` is not a function. Pass a function of .model, batch"
+    with pytest.raises(ValueError, match=message):
         jb.make_predict_step(3, jb.data_mesh())  # pyright: ignore
 
 

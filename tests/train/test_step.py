@@ -1504,7 +1504,7 @@ def test_dropout_from_the_rngs_of_a_model_is_refused(mode):
 
 
 def test_a_loss_that_is_not_a_function_is_refused():
-    message = r"`loss_fn=3` is not a function. Pass a function of \(model, batch"
+    message = r"`loss_fn=3` is not a function.* function of \(model, batch, keys\)\."
     with pytest.raises(ValueError, match=message):
         jb.make_train_step(3, optax.sgd(0.1), jb.data_mesh())  # pyright: ignore
     with pytest.raises(ValueError, match=message):

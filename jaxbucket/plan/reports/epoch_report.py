@@ -177,13 +177,14 @@ class Report:
         Args:
           what: the things in rows, "examples" or "rows".
         """
-        shape, which = f"of T {self.unit}", f"{what} that fit in no shorter bucket"
+        shape = f"of T {self.unit}"
+        meaning = f"{what} that fit in no shorter bucket"
         if self.sequence_tokens:
             shape = f"with T {self.unit} for each sequence"
             rows = "that" if what == "rows" else "whose rows"
-            which = f"{what} {rows} cost the least in this bucket"
+            meaning = f"{what} {rows} cost the least in this bucket"
         text = (
-            f"A batch has B rows {shape}. {what.capitalize()}: {which}. Moved in: "
+            f"A batch has B rows {shape}. {what.capitalize()}: {meaning}. Moved in: "
             f"{what} from shorter buckets that fill up a batch. Empty rows: rows "
             f"without an example. Padding: the share in the bucket's own {what}; the "
             f"total also includes empty rows and moved {what}. Share of {self.unit}: "
