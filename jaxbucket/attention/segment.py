@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, TypeAlias, get_args
 
 import jax
@@ -25,9 +26,10 @@ def segment_attention(
 ) -> jax.Array:
     """Returns dot-product attention within segments, without a mask of `[B, 1, T, T]`.
 
-    The result equals `jax.nn.dot_product_attention` with an `attention_mask`. Memory
-    grows linearly with T, both forward and backward. A block of keys is skipped if no
-    row of the batch needs it for a block of queries.
+    The result equals `jax.nn.dot_product_attention` with an `attention_mask`. In rows
+    of several blocks (of 128 tokens, on GPUs of 512), memory grows linearly with T,
+    both forward and backward. A block of keys is skipped if no row of the batch needs
+    it for a block of queries.
 
     Example:
       >>> ids = jnp.array([[1, 1, 2, 0]])
@@ -61,7 +63,11 @@ def segment_attention(
         check_choice("implementation", implementation, get_args(Implementation))
     if implementation is None:
         implementation = "splash" if _is_for_one_tpu() else "blockwise"
-    attend = splash.attend if implementation == "splash" else blockwise.attend
+    if implementation == "splash":
+        attend = splash.attend
+    else:
+        block = blockwise.GPU_BLOCK if _is_for_gpus() else blockwise.BLOCK
+        attend = functools.partial(blockwise.attend, block=block)
     if isinstance(scale, jax.Array):
         # The scale may be a tracer, but the kernels require a number.
         query, scale = query * scale.astype(query.dtype), 1.0
@@ -86,6 +92,16 @@ def _is_for_one_tpu() -> bool:
     is_tpu = device is not None and device.device_kind.startswith("TPU")
     is_manual = set(mesh.manual_axes) == set(mesh.axis_names)
     return is_tpu and (mesh.size == 1 or is_manual)
+
+
+def _is_for_gpus() -> bool:
+    """Returns whether the traced program runs on GPUs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    if device is None:
+        return jax.default_backend() == "gpu"
+    # jax 0.9 does not know the platform of an abstract device.
+    return device.device_kind != "cpu" and not device.device_kind.startswith("TPU")
 
 
 def _check(

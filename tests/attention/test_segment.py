@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -354,6 +355,15 @@ def test_the_kernel_is_used_only_where_it_can_run():
     assert lowered(shard_rows(attend, "tpu"), "tpu").count(KERNEL) >= 3
     named = functools.partial(attend, implementation="splash")
     assert lowered(named, "tpu").count(KERNEL) >= 3
+
+
+@pytest.mark.parametrize(("platform", "block"), [("cpu", 128), ("cuda", 256)])
+def test_blocks_are_larger_on_gpus(platform, block):
+    # Rows of 256 are a single block on a GPU.
+    attend = functools.partial(jb.segment_attention, is_causal=True)
+    program = lowered(shard_rows(attend, platform), platform)
+    logits = set(re.findall(r"x(\d+)x\1xf32", program))
+    assert logits == {str(block)}
 
 
 # Invalid input
