@@ -27,9 +27,10 @@ def segment_attention(
     """Returns dot-product attention within segments, without a mask of `[B, 1, T, T]`.
 
     The result equals `jax.nn.dot_product_attention` with an `attention_mask`. In rows
-    of several blocks (of 128 tokens, on GPUs of 512), memory grows linearly with T,
-    both forward and backward. A block of keys is skipped if no row of the batch needs
-    it for a block of queries.
+    of several blocks (of up to 128 tokens, on GPUs of up to 512), memory grows linearly
+    with T, both forward and backward. Rows of a single block need about as much memory
+    as with a mask. A block of keys is skipped if no row of the batch needs it for a
+    block of queries.
 
     Example:
       >>> ids = jnp.array([[1, 1, 2, 0]])
@@ -95,12 +96,18 @@ def _is_for_one_tpu() -> bool:
 
 
 def _is_for_gpus() -> bool:
-    """Returns whether the traced program runs on GPUs."""
+    """Returns whether the traced program is for GPUs.
+
+    Without a mesh in context, it is assumed to be for jax's default backend. A wrong
+    guess changes the time and memory, but not the result.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     if device is None:
         return jax.default_backend() == "gpu"
-    # jax 0.9 does not know the platform of an abstract device.
+    if hasattr(device, "platform"):
+        return device.platform == "gpu"
+    # In jax 0.9, an abstract device has no platform.
     return device.device_kind != "cpu" and not device.device_kind.startswith("TPU")
 
 

@@ -252,27 +252,38 @@ def test_the_kernel_agrees_with_a_mask(is_causal):
 KERNEL = "tpu_custom_call"
 
 
-def lowered(attend, platform):
+def lowered(attend, platform, seq_len=256):
     """Returns the program of a gradient, lowered for any platform."""
-    ids = jax.ShapeDtypeStruct((8, 256), jnp.int32)
-    query = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.bfloat16)
-    key = jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((8, seq_len), jnp.int32)
+    query = jax.ShapeDtypeStruct((8, seq_len, 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((8, seq_len, 2, 64), jnp.bfloat16)
     run = jax.jit(functools.partial(output_and_gradients, attend))
     traced = run.trace(ids, query, key, key)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def shard_rows(attend, platform):
-    """Returns `attend` for an abstract mesh, in which each device has its own rows."""
+def abstract_mesh(platform):
+    """Returns a mesh of four devices of any platform, without the devices."""
     here = jb.data_mesh().abstract_mesh.abstract_device
     kind = "TPU v5 lite" if platform == "tpu" else platform
     there = dataclasses.replace(here, device_kind=kind)
-    mesh = jax.sharding.AbstractMesh(
+    if hasattr(here, "platform"):  # not in jax 0.9
+        name = "gpu" if platform in ("cuda", "rocm") else platform
+        there = dataclasses.replace(there, platform=name)
+    return jax.sharding.AbstractMesh(
         (4,), ("data",), (jax.sharding.AxisType.Auto,), abstract_device=there
     )
+
+
+def shard_rows(attend, platform):
+    """Returns `attend` for an abstract mesh, in which each device has its own rows."""
     spec = P("data")
     return jax.shard_map(
-        attend, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        attend,
+        mesh=abstract_mesh(platform),
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
     )
 
 
@@ -357,13 +368,29 @@ def test_the_kernel_is_used_only_where_it_can_run():
     assert lowered(named, "tpu").count(KERNEL) >= 3
 
 
-@pytest.mark.parametrize(("platform", "block"), [("cpu", 128), ("cuda", 256)])
-def test_blocks_are_larger_on_gpus(platform, block):
-    # Rows of 256 are a single block on a GPU.
+@pytest.mark.parametrize(("platform", "block"), [("cpu", 128), ("cuda", 512)])
+@pytest.mark.parametrize("has_mesh", [True, False])
+def test_blocks_are_larger_on_gpus(platform, block, has_mesh, monkeypatch):
     attend = functools.partial(jb.segment_attention, is_causal=True)
-    program = lowered(shard_rows(attend, platform), platform)
-    logits = set(re.findall(r"x(\d+)x\1xf32", program))
-    assert logits == {str(block)}
+    if has_mesh:
+        attend = shard_rows(attend, platform)
+    else:
+        backend = {"cuda": "gpu"}.get(platform, platform)
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert block_sizes(lowered(attend, platform, seq_len=1024)) == {block}
+
+
+def test_blocks_are_small_on_tpus():
+    # With several devices, "jit" does not use the kernel.
+    attend = functools.partial(jb.segment_attention, is_causal=True)
+    with jax.sharding.use_abstract_mesh(abstract_mesh("tpu")):
+        program = lowered(attend, "tpu", seq_len=1024)
+    assert KERNEL not in program and block_sizes(program) == {128}
+
+
+def block_sizes(program):
+    """Returns the sizes of the blocks of logits in a program."""
+    return {int(size) for size in re.findall(r"x(\d+)x\1xf32", program)}
 
 
 # Invalid input
