@@ -18,7 +18,7 @@ from jax import lax
 
 # The maximum sizes of blocks of queries and keys. 128 is the fastest on CPUs in
 # benchmarks/attention.py. On GPUs, small kernels take less time than their launch.
-# Blocks of 1,024 are faster still, but need 2.5 times the memory of 512 or more.
+# Blocks of 1,024 are faster still, but need at least 2.5 times the memory.
 BLOCK = 128
 GPU_BLOCK = 512
 _MULTIPLE = 8

@@ -28,9 +28,9 @@ def segment_attention(
 
     The result equals `jax.nn.dot_product_attention` with an `attention_mask`. In rows
     of several blocks (of up to 128 tokens, on GPUs of up to 512), memory grows linearly
-    with T, both forward and backward. Rows of a single block need about as much memory
-    as with a mask. A block of keys is skipped if no row of the batch needs it for a
-    block of queries.
+    with T, both forward and backward. Rows of a single block need one to two times the
+    memory that they need with a mask. A block of keys is skipped if no row of the batch
+    needs it for a block of queries.
 
     Example:
       >>> ids = jnp.array([[1, 1, 2, 0]])
