@@ -287,6 +287,10 @@ def parse_arguments() -> argparse.Namespace:
     check_ways(args.ways or ())
     if args.steps[0] < 1:
         parser.error(f"argument --steps: {args.steps[0]} is not positive")
+    for name in ("seeds", "held_out"):
+        if vars(args)[name] < 1:
+            option_name = f"--{name.replace('_', '-')}"
+            parser.error(f"argument {option_name}: {vars(args)[name]} is not positive")
     if args.bias is not None and args.bias < 0:
         parser.error(f"argument --bias: {args.bias} is negative")
     if args.bias is not None and args.ways and (args.ways[1:] or "," in args.ways[0]):

@@ -79,6 +79,8 @@ class BucketBias:
       ways: the variance of updates for several ways to batch the examples.
       left_out: buckets of which fewer than three batches with weight were measured.
       left_out_share: the share of these buckets in the steps.
+      accumulate: the number of micro-batches in an update, each of which is a batch in
+        `buckets`.
     """
 
     buckets: tuple[BucketGradient, ...]
@@ -87,6 +89,7 @@ class BucketBias:
     ways: tuple[WayToBatch, ...]
     left_out: tuple[Bucket, ...] = ()
     left_out_share: float = 0.0
+    accumulate: int = 1
 
     @classmethod
     def of(
@@ -128,6 +131,7 @@ class BucketBias:
             tuple(_ways(estimates, folds, accumulate)),
             left_out,
             sum(counts[bucket] for bucket in left_out) / total,
+            accumulate,
         )
 
     @property
@@ -167,6 +171,7 @@ class BucketBias:
             "ways": [dataclasses.asdict(way) for way in self.ways],
             "left_out": [_shape(bucket) for bucket in self.left_out],
             "left_out_share": self.left_out_share,
+            "accumulate": self.accumulate,
         }
 
     def to_json(self) -> str:
@@ -192,6 +197,11 @@ class BucketBias:
             "norm of the mean gradient. Noise scale: the weight of a batch with a "
             "noise of 1."
         )
+        if self.accumulate > 1:
+            caption += (
+                f" An update has {self.accumulate} micro-batches; these are the "
+                "numbers of one micro-batch."
+            )
         if self.left_out:
             caption += (
                 " Left out, because fewer than three batches have weight: "
@@ -205,7 +215,7 @@ class BucketBias:
             table.add_row(
                 *(str(x.bucket.batch_size), str(x.bucket.seq_len)),
                 *(f"{x.share:.1%}", _short(x.weight)),
-                *(_with_error(x.bias, x.bias_error, ".3g", ".2g"), f"{x.noise:.3g}"),
+                *(_with_error(x.bias, x.bias_error, "z.3g", ".2g"), f"{x.noise:.3g}"),
                 _short(x.noise_scale),
             )
         return table
@@ -226,7 +236,7 @@ class BucketBias:
         for name in ("one update", f"{NUM_UPDATES} updates", "more tokens"):
             table.add_column(name, justify="right", no_wrap=True)
         for way in self.ways[:-1]:
-            more = _with_error(way.more_tokens, way.more_tokens_error, ".1%", ".1%")
+            more = _with_error(way.more_tokens, way.more_tokens_error, "z.1%", ".1%")
             table.add_row(way.name, f"{way.one:.3g}", f"{way.several:.3g}", more)
         mixed = self.ways[-1]
         table.add_row(mixed.name, f"{mixed.one:.3g}", f"{mixed.several:.3g}", "")

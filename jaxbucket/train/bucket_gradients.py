@@ -8,29 +8,30 @@ is further away from the mean gradient than an update from examples of all lengt
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_function, check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
+from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.schedule.epoch_buckets import epoch_buckets
 from jaxbucket.sharding import prefetch_to_mesh
 from jaxbucket.train.bias_report import BucketBias
 from jaxbucket.train.gradient_estimates import MIN_BATCHES, GradientSamples
-from jaxbucket.train.gradient_sketch import make_sketch_step
-from jaxbucket.train.loss import LossFn
+from jaxbucket.train.gradient_sketch import make_sketch
+from jaxbucket.train.gradients import gradient_sums
+from jaxbucket.train.loss import LossFn, Metrics, sum_over_batch
 from jaxbucket.train.state import TrainState, checked_state
 
 if TYPE_CHECKING:
     from jaxbucket.train.loader import MeshLoader
-
-# The results of a sketch step, in the order of `GradientSamples`.
-_MEASURED = ("sketch", "weight", "num_examples")
 
 
 def bucket_bias(
@@ -47,10 +48,10 @@ def bucket_bias(
     The state is not changed. Gradients change during training, so measure them after a
     few hundred steps rather than at the first step, and on batches that are still to
     come: `MeshLoader(..., start_step=int(state.step))`. The measurement takes about as
-    long as `batches_per_bucket` training steps of every bucket, and compiles one
-    program for each. All processes of the mesh must call this function. The loss may
-    change any variables of the model, such as batch statistics; the new values are not
-    used.
+    long as `batches_per_bucket` training steps of every bucket. It compiles one program
+    for each bucket, and a small one for each shape of a parameter. All processes of the
+    mesh must call this function. The loss may change any variables of the model, such
+    as batch statistics; the new values are not used.
 
     Example:
       >>> import jax, optax, jaxbucket as jb
@@ -107,7 +108,8 @@ def bucket_bias(
             "bucket occurs."
         )
     counts, chosen = _choose(batches, batches_per_bucket, seed)
-    step_fn = make_sketch_step(loss_fn, batches, seed)
+    step_fn = _make_gradient_step(loss_fn, batches, seed)
+    sketch = make_sketch(batches.mesh, seed)
     specs = {key: spec for key, spec in batches.specs.items() if spec.bucket in counts}
     steps = compile_steps(step_fn, state, specs, progress=progress)
     measured: dict[Bucket, list[Any]] = {bucket: [] for bucket in counts}
@@ -119,13 +121,33 @@ def bucket_bias(
         for number, batch in enumerate(on_mesh):
             # The step selects the random keys, which no two batches share.
             numbered = dataclasses.replace(state, step=state.step + number)
-            result = steps(numbered, batch)
-            measured[batch.bucket].append([result[name] for name in _MEASURED])
+            gradient_sum, sums = steps(numbered, batch)
+            weight, examples = float(sums["weight"]), float(sums["num_examples"])
+            # Waiting for the sketch frees this gradient before the next one.
+            mean = sketch(gradient_sum).astype(np.float64) / (weight or 1.0)
+            measured[batch.bucket].append((mean, weight, examples))
     samples = {bucket: _samples(results) for bucket, results in measured.items()}
     return BucketBias.of(counts, samples, batches.schedule.accumulate)
 
 
-def _samples(results: list[Any]) -> GradientSamples:
+def _make_gradient_step(
+    loss_fn: LossFn, batches: MeshLoader, seed: int
+) -> Callable[[TrainState, Batch], tuple[Any, Metrics]]:
+    """Returns a jitted step, `(state, batch) -> (gradients of the loss sum, sums)`."""
+    # New values of the model's variables are not needed, so no rules combine them.
+    sums_fn, mesh = gradient_sums(loss_fn, rules=None), batches.mesh
+    global_sums = sum_over_batch(sums_fn, mesh, "jit", batches.batch_axes, seed)
+
+    @record_arguments
+    def gradient_step(state: TrainState, batch: Batch) -> tuple[Any, Metrics]:
+        return global_sums(state, batch)[0]
+
+    # The gradients of sharded parameters stay sharded.
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(gradient_step, out_shardings=(None, replicated))
+
+
+def _samples(results: list[tuple[np.ndarray, float, float]]) -> GradientSamples:
     columns = zip(*results, strict=True)
     return GradientSamples(*(np.asarray(column, np.float64) for column in columns))
 

@@ -2,8 +2,7 @@
 
 Comparing the gradients of many batches needs all of them at the same time, which is too
 much for large models. A sketch has a few thousand numbers: every element of the
-gradient is added to one of them, chosen at random, with a random sign. A gradient that
-is sharded over devices is gathered, one array at a time. The inner
+gradient is added to one of them, chosen at random, with a random sign. The inner
 product of two sketches is an unbiased estimate of that of the gradients, with a
 standard deviation of at most sqrt(2 / size) times the product of their norms
 (Charikar, Chen and Farach-Colton, "Finding frequent items in data streams", 2002;
@@ -14,20 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-
-from jaxbucket.base.batch import Batch
-from jaxbucket.compile.events import record_arguments
-from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.loss import LossFn, Metrics, sum_over_batch
-from jaxbucket.train.state import TrainState
-
-if TYPE_CHECKING:
-    from jaxbucket.train.loader import MeshLoader
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # A power of two, so that a few bits of a random number select an entry.
 SKETCH_SIZE = 1 << 14
@@ -35,58 +26,50 @@ SKETCH_SIZE = 1 << 14
 _CHUNK = 1 << 20
 
 
-def make_sketch_step(
-    loss_fn: LossFn, batches: MeshLoader, seed: int
-) -> Callable[[TrainState, Batch], Metrics]:
-    """Returns a jitted step, `(state, batch) -> {"sketch", "weight", "num_examples"}`.
+def make_sketch(mesh: Mesh, seed: int = 0) -> Callable[[Any], np.ndarray]:
+    """Returns a function that computes the sketch of a tree, `[SKETCH_SIZE]` float32.
 
-    The sketch `[SKETCH_SIZE]` is that of the mean gradient of the batch. All sketches
-    with the same seed use the same projection.
-
-    Args:
-      loss_fn: the loss, as for `make_train_step`.
-      batches: the loader, which determines the mesh.
-      seed: the seed of the projection and of the keys of the loss.
-    """
-    mesh = batches.mesh
-    # New values of the model's variables are not needed, so no rules combine them.
-    global_sums = sum_over_batch(
-        gradient_sums(loss_fn, rules=None), mesh, "jit", batches.batch_axes, seed
-    )
-
-    @record_arguments
-    def sketch_step(state: TrainState, batch: Batch) -> Metrics:
-        (grads, sums), _ = global_sums(state, batch)
-        weight = sums["weight"]
-        mean = sketch(grads, seed) / jnp.where(weight == 0, 1, weight)
-        examples = sums["num_examples"]
-        return {"sketch": mean, "weight": weight, "num_examples": examples}
-
-    return jax.jit(sketch_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def sketch(tree: Any, seed: int = 0) -> jax.Array:
-    """Returns the sketch of a tree of arrays, `[SKETCH_SIZE]` float32.
+    Every array has a program of its own, because one program for all arrays of a model
+    takes minutes to compile. Arrays of the same shape share their program, as those of
+    the layers of a model do. An array that is sharded over devices is gathered, so that
+    only one array at a time needs this memory.
 
     Example:
+      >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
       >>> tree = {"w": jnp.arange(30_000.0)}
-      >>> ratio = jnp.sum(sketch(tree) ** 2) / jnp.sum(tree["w"] ** 2)
-      >>> bool(jnp.abs(ratio - 1) < 0.05)
+      >>> ratio = np.sum(make_sketch(mesh)(tree) ** 2) / np.sum(tree["w"] ** 2)
+      >>> bool(abs(ratio - 1) < 0.05)
       True
 
     Args:
-      tree: arrays of any shape.
-      seed: selects the projection.
+      mesh: the mesh of the arrays.
+      seed: selects the projection. With the same seed, it is the same for all trees of
+        the same structure.
     """
-    total = jnp.zeros(SKETCH_SIZE, jnp.float32)
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
-        size = min(_CHUNK, max(1, leaf.size))
-        num_chunks = -(-leaf.size // size)
-        flat = jnp.pad(leaf.reshape(-1), (0, num_chunks * size - leaf.size))
-        chunks = jnp.arange(num_chunks), flat.reshape(num_chunks, size)
-        total, _ = jax.lax.scan(functools.partial(_add_chunk, key), total, chunks)
-    return total
+    add_array = jax.jit(
+        functools.partial(_add_array, seed),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+
+    def sketch(tree: Any) -> np.ndarray:
+        total: Any = np.zeros(SKETCH_SIZE, np.float32)
+        for number, array in enumerate(jax.tree.leaves(tree)):
+            total = add_array(total, np.uint32(number), array)
+        return np.asarray(total)
+
+    return sketch
+
+
+def _add_array(
+    seed: int, total: jax.Array, number: jax.Array, array: jax.Array
+) -> jax.Array:
+    """Adds the elements of the array with this number to a sketch."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+    size = min(_CHUNK, max(1, array.size))
+    num_chunks = -(-array.size // size)
+    flat = jnp.pad(array.reshape(-1), (0, num_chunks * size - array.size))
+    chunks = jnp.arange(num_chunks), flat.reshape(num_chunks, size)
+    return jax.lax.scan(functools.partial(_add_chunk, key), total, chunks)[0]
 
 
 def _add_chunk(

@@ -218,6 +218,19 @@ def test_the_tables_and_the_json_have_all_numbers():
     flat = " ".join(text.split())
     assert "if all updates have the same learning rate" in flat
     assert report.summary in flat
+    assert loaded["accumulate"] == 1 and "micro-batches;" not in flat
+
+
+def test_micro_batches_are_named_because_an_update_has_several():
+    report = report_of(random_gradients(0, 8)[0], accumulate=4)
+    flat = " ".join(str(report).split())
+    assert "An update has 4 micro-batches; these are the numbers of one" in flat
+    assert report.to_dict()["accumulate"] == 4
+
+
+def test_no_difference_is_shown_as_minus_zero():
+    report = with_tokens(report_of(random_gradients(0, 8)[0]), (-1e-5, 1e-5), (0, 0))
+    assert "0.0% ± 0.0%" in str(report) and "-0.0%" not in str(report)
 
 
 def with_tokens(report, shuffled, spread):

@@ -6,10 +6,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 from jaxbucket.train import bucket_gradients
-from jaxbucket.train.gradient_sketch import SKETCH_SIZE, sketch
+from jaxbucket.train.gradient_sketch import SKETCH_SIZE, make_sketch
 
 
 @pytest.mark.parametrize("order", ["ascending", "spread", "shuffled"])
@@ -40,13 +41,30 @@ def test_a_sketch_keeps_inner_products():
     def tree(a):
         return {"b": a[: size // 3].reshape(-1, 128), "a": [a[size // 3 :]]}
 
+    mesh = jb.data_mesh(jax.devices()[:1])
+    sketch = make_sketch(mesh)
     xs, ys = sketch(tree(x)), sketch(tree(y))
-    assert xs.shape == (SKETCH_SIZE,) and xs.dtype == jnp.float32
+    assert xs.shape == (SKETCH_SIZE,) and xs.dtype == np.float32
     bound = 5 * np.sqrt(2 / SKETCH_SIZE) * np.linalg.norm(x) * np.linalg.norm(y)
     assert abs(float(xs @ ys) - float(x @ y)) < bound
     np.testing.assert_allclose(sketch(tree(x + y)), xs + ys, atol=1e-3)
-    different = sketch(tree(x), seed=1)
+    different = make_sketch(mesh, seed=1)(tree(x))
     assert abs(float(xs @ different)) < 0.1 * float(xs @ xs)
+
+
+def test_arrays_of_the_same_shape_share_a_program():
+    mesh = jb.data_mesh(jax.devices()[:4])
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    tree = jax.device_put([np.full((8, 4), k, np.float32) for k in range(6)], sharding)
+    sketch = make_sketch(mesh)
+    with jb.compile.count_compiles() as compiles:
+        sketch([tree[0], tree[1]])
+        assert 0 < compiles.total() <= 2
+        before = compiles.total()
+        several = sketch(tree)
+        assert compiles.total() == before
+    one = make_sketch(jb.data_mesh(jax.devices()[:1]))(jax.device_get(tree))
+    np.testing.assert_array_equal(several, one)
 
 
 def make_batches(mesh, **options):
