@@ -35,7 +35,7 @@ def epoch_buckets(schedule: Schedule, epoch: int) -> np.ndarray:
     if not isinstance(schedule, BatchSchedule):
         raise ValueError(
             f"The schedule is a {type(schedule).__name__}, whose epochs may differ. "
-            "Pass one of its `schedules`, or a loader of it."
+            "Pass one of its `schedules`, or a loader of one of them."
         )
     batches = schedule._epochs.buckets(epoch)
     together = schedule.accumulate // schedule._batches_per_step

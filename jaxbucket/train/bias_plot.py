@@ -56,7 +56,7 @@ def _plot_buckets(bias: BucketBias, ax: Axes) -> None:
     label = "bucket [B, T]"
     if bias.left_out:
         label += f", without {bias.left_out_share:.1%} of the steps"
-    ax.set(xlabel=label, ylabel="variance of a batch / |mean gradient|²")
+    ax.set(xlabel=label, ylabel="gradient variance / |mean|²")
     ax.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 

@@ -108,7 +108,7 @@ def bucket_bias(
             "bucket occurs."
         )
     counts, chosen = _choose(batches, batches_per_bucket, seed)
-    step_fn = _make_gradient_step(loss_fn, batches, seed)
+    step_fn = _make_gradient_step(loss_fn, state, batches, seed)
     sketch = make_sketch(batches.mesh, seed)
     specs = {key: spec for key, spec in batches.specs.items() if spec.bucket in counts}
     steps = compile_steps(step_fn, state, specs, progress=progress)
@@ -123,15 +123,16 @@ def bucket_bias(
             numbered = dataclasses.replace(state, step=state.step + number)
             gradient_sum, sums = steps(numbered, batch)
             weight, examples = float(sums["weight"]), float(sums["num_examples"])
-            # Waiting for the sketch frees this gradient before the next one.
             mean = sketch(gradient_sum).astype(np.float64) / (weight or 1.0)
+            # Makes room for the next gradient, which has the size of the parameters.
+            del gradient_sum
             measured[batch.bucket].append((mean, weight, examples))
     samples = {bucket: _samples(results) for bucket, results in measured.items()}
     return BucketBias.of(counts, samples, batches.schedule.accumulate)
 
 
 def _make_gradient_step(
-    loss_fn: LossFn, batches: MeshLoader, seed: int
+    loss_fn: LossFn, state: TrainState, batches: MeshLoader, seed: int
 ) -> Callable[[TrainState, Batch], tuple[Any, Metrics]]:
     """Returns a jitted step, `(state, batch) -> (gradients of the loss sum, sums)`."""
     # New values of the model's variables are not needed, so no rules combine them.
@@ -142,9 +143,10 @@ def _make_gradient_step(
     def gradient_step(state: TrainState, batch: Batch) -> tuple[Any, Metrics]:
         return global_sums(state, batch)[0]
 
-    # The gradients of sharded parameters stay sharded.
+    # A gradient is sharded as its parameter is.
+    shardings = jax.tree.map(lambda x: x.sharding, state.params)
     replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(gradient_step, out_shardings=(None, replicated))
+    return jax.jit(gradient_step, out_shardings=(shardings, replicated))
 
 
 def _samples(results: list[tuple[np.ndarray, float, float]]) -> GradientSamples:

@@ -46,25 +46,26 @@ def make_sketch(mesh: Mesh, seed: int = 0) -> Callable[[Any], np.ndarray]:
       seed: selects the projection. With the same seed, it is the same for all trees of
         the same structure.
     """
-    add_array = jax.jit(
-        functools.partial(_add_array, seed),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
-    )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    zeros = jax.jit(functools.partial(jnp.zeros, SKETCH_SIZE), out_shardings=replicated)
+
+    @jax.jit
+    def add_array(total: jax.Array, number: jax.Array, array: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+        return _add_array(key, total, array)
 
     def sketch(tree: Any) -> np.ndarray:
-        total: Any = np.zeros(SKETCH_SIZE, np.float32)
+        total = zeros()
         for number, array in enumerate(jax.tree.leaves(tree)):
-            total = add_array(total, np.uint32(number), array)
+            gathered = jax.device_put(array, replicated)
+            total = add_array(total, np.uint32(number), gathered)
         return np.asarray(total)
 
     return sketch
 
 
-def _add_array(
-    seed: int, total: jax.Array, number: jax.Array, array: jax.Array
-) -> jax.Array:
-    """Adds the elements of the array with this number to a sketch."""
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+def _add_array(key: jax.Array, total: jax.Array, array: jax.Array) -> jax.Array:
+    """Adds the elements of an array to a sketch."""
     size = min(_CHUNK, max(1, array.size))
     num_chunks = -(-array.size // size)
     flat = jnp.pad(array.reshape(-1), (0, num_chunks * size - array.size))
