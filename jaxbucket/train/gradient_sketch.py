@@ -31,8 +31,8 @@ def make_sketch(mesh: Mesh, seed: int = 0) -> Callable[[Any], np.ndarray]:
 
     Every array has a program of its own, because one program for all arrays of a model
     takes minutes to compile. Arrays of the same shape share their program, as those of
-    the layers of a model do. An array that is sharded over devices is gathered, so that
-    only one array at a time needs this memory.
+    the layers of a model do. Arrays that are sharded over devices are gathered one at a
+    time, because all of them may not fit in the memory of one device.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
