@@ -120,16 +120,26 @@ def quick_start() -> str:
     return code.replace('glob("*.py")', 'glob("a*.py")')
 
 
-def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
-    """Returns the output of two processes that run a loop after the quick start.
+def values_of_two(loop: str, values: str, folder: pathlib.Path) -> list[list]:
+    """Returns values of two processes after a loop that follows the quick start.
 
-    The first `...` of the loop stands for the quick start.
+    The first `...` of the loop stands for the quick start. Each process writes its
+    values to a file, because messages of Gloo's threads can split lines of the output.
     """
     code = textwrap.indent(quick_start(), "    ")
     place, *_ = re.findall(r"^ +\.\.\.(?: .*)?\n", loop, re.MULTILINE)
     loop = loop.replace(place, code, 1).replace(place, "")
+    files = [folder / f"values_{index}.json" for index in range(2)]
+    for file in files:
+        file.unlink(missing_ok=True)
     script = folder / "script.py"
-    script.write_text(f"import jaxbucket as jb\n{loop}\n{tell}\n")
+    script.write_text(f"""
+import json
+import jaxbucket as jb
+{loop}
+with open({str(folder)!r} + f"/values_{{processes.index}}.json", "x") as file:
+    json.dump([{values}], file)
+""")
     launch = [sys.executable, ROOT / "scripts" / "launch_local.py", "-n", "2"]
     run = subprocess.run(
         [*launch, "-d", "2", "--", sys.executable, "-W", "error", script],
@@ -138,14 +148,7 @@ def output_of_two(loop: str, tell: str, folder: pathlib.Path) -> str:
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    return run.stdout
-
-
-def lines_of_two(pattern: str, printed: str) -> list[tuple[str, ...]]:
-    """Returns the groups of the lines of two processes that match a pattern."""
-    lines = re.findall(f"^{pattern}$", printed, re.MULTILINE)
-    assert len(lines) == 2, printed
-    return lines
+    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.exhaustive
@@ -154,11 +157,10 @@ def test_the_loop_of_the_page_on_processes_saves_where_it_ends(tmp_path):
     loop = loop.replace("/shared/run", str(tmp_path / "run"))
     for _ in range(2):
         # The second run has nothing left to do.
-        tell = "print(len(schedule), int(state.step))"
-        printed = output_of_two(loop, tell, tmp_path)
-        (step, updates), (_, other) = lines_of_two(r"\[.\] (\d+) (\d+)", printed)
+        ends = values_of_two(loop, "len(schedule), int(state.step)", tmp_path)
+        (step, updates), (_, other) = ends
         assert step == updates == other
-        assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == int(step)
+        assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == step
 
 
 @pytest.mark.exhaustive
@@ -174,18 +176,13 @@ with jb.Processes() as processes:
     loader = source[: 400] if processes.index else source[:800]
     loader = grain.MapDataset.source(loader).to_iter_dataset()
 """
-    tell = "print(step, batches.ended, batches.counts.read)"
-    printed = output_of_two(begin + textwrap.indent(loop, "    "), tell, tmp_path)
-    ends = lines_of_two(r"\[(.)\] (\d+) True (\d+)", printed)
-    assert {index: read for index, _, read in ends} == {"0": "400", "1": "200"}
-    assert len({step for _, step, _ in ends}) == 1
+    values = "step, batches.ended, batches.counts.read"
+    ends = values_of_two(begin + textwrap.indent(loop, "    "), values, tmp_path)
+    step = ends[0][0]
+    assert ends == [[step, True, 400], [step, True, 200]]
     # Without synchronizations they end later.
     dataset, _, _ = loop.partition("processes.check_agreement")
     dataset = dataset.replace("processes=processes", "num_steps=float('inf')")
     begin += textwrap.indent(dataset, "    ")
-    printed = output_of_two(
-        begin + textwrap.indent(alone, "    "), "print('step', step)", tmp_path
-    )
-    # Gloo's threads can print a number alone on a line.
-    (_, step), (_, other) = lines_of_two(r"\[(.)\] step (\d+)", printed)
-    assert int(ends[0][1]) < int(step) == int(other)
+    later = values_of_two(begin + textwrap.indent(alone, "    "), "step", tmp_path)
+    assert later[0] == later[1] > [step]
