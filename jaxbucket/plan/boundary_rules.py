@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.flow.remainder import RowFlow, epoch_cost, flow_remainders
+from jaxbucket.plan.batch_sizes import StepSizes, fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +23,7 @@ class Candidates:
       seq_lens: `[G]` int64, the candidates, increasing.
       examples: `[G]` int64, the number of examples that are at most this long.
       tokens: `[G]` int64, the number of real tokens in these examples.
-      batch_sizes: `[G]` int64, the number of rows in a step of this length.
-      costs: `[G]` float64 or int64, the cost of a step of this length.
+      sizes: the numbers of rows that a step of each length may have, and their costs.
       complete: whether every possible boundary is a candidate. False if there were too
         many, so that some are left out.
     """
@@ -32,12 +31,21 @@ class Candidates:
     seq_lens: np.ndarray
     examples: np.ndarray
     tokens: np.ndarray
-    batch_sizes: np.ndarray
-    costs: np.ndarray
+    sizes: StepSizes
     complete: bool = True
 
     def __len__(self) -> int:
         return len(self.seq_lens)
+
+    @property
+    def batch_sizes(self) -> np.ndarray:
+        """`[G]` int64, the largest number of rows in a step of each length."""
+        return self.sizes.most
+
+    @property
+    def costs(self) -> np.ndarray:
+        """`[G]` float64 or int64, the cost of the largest step of each length."""
+        return self.sizes.costs[:, -1]
 
     def take(self, index: np.ndarray) -> Candidates:
         """Returns some of the candidates.
@@ -45,9 +53,9 @@ class Candidates:
         Args:
           index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
         """
-        names = ("seq_lens", "examples", "tokens", "batch_sizes", "costs")
+        names = ("seq_lens", "examples", "tokens")
         columns = {name: getattr(self, name)[index] for name in names}
-        return dataclasses.replace(self, **columns)
+        return dataclasses.replace(self, sizes=self.sizes.take(index), **columns)
 
     def counts(self, chosen: np.ndarray) -> np.ndarray:
         """Returns the number of examples in each bucket, `[K]`.
@@ -57,23 +65,13 @@ class Candidates:
         """
         return np.diff(self.examples[chosen], prepend=0)
 
-    def flow(self, chosen: np.ndarray) -> RowFlow:
-        """Returns the rows and batches of each bucket in one epoch.
-
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
-        return flow_remainders(
-            self.counts(chosen), self.batch_sizes[chosen], self.costs[chosen]
-        )
-
     def epoch_cost(self, chosen: np.ndarray) -> float:
         """Returns the total cost of the batches of one epoch, remainders included.
 
         Args:
           chosen: `[K]` increasing indices of the candidates at which buckets end.
         """
-        return epoch_cost(self.flow(chosen).batches, self.costs[chosen])
+        return fitted(self.sizes.take(chosen), self.counts(chosen))[1]
 
 
 Chooser: TypeAlias = Callable[[Candidates, int], np.ndarray]

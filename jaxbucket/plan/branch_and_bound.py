@@ -24,6 +24,8 @@ _EXTENSION_COST = 16
 _SURPLUS = 64
 # The number of states that are held at a time, which limits the memory.
 _MAX_STATES = 4 * _CHUNK
+# The number of B with a promoted remainder that are tried, for each number of batches.
+_MOST_SIZES = 8
 # The ends are divided into about this many blocks, most of which are pruned as a whole.
 _NUM_BLOCKS = 1024
 
@@ -180,16 +182,18 @@ class Search:
         self, states: _States, parent: np.ndarray, end: np.ndarray
     ) -> list[_States]:
         """Returns the states that pad the remainders, and those that promote them."""
-        problem = self.problem
+        problem, sizes = self.problem, self.problem.sizes
         before = problem.below[states.end[parent] + 1]
         rows = problem.examples[end] - before + states.carry[parent]
-        full, rest = np.divmod(rows, problem.batch_sizes[end])
-        cost = states.cost[parent] + full * problem.costs[end]
-        padded = cost + (rest > 0) * problem.costs[end]
-        up = np.flatnonzero((rest > 0) & (end < len(problem) - 1))
+        cost = states.cost[parent]
+        padded = cost + sizes.padded_costs(end, rows)
+        short = np.flatnonzero(end < len(problem) - 1)
+        filler, size, steps = sizes.filled(end[short], rows[short], _MOST_SIZES)
+        up = short[filler]
+        filled = cost[up] + steps * sizes.cost(end[up], size)
         return [
-            _States(end, np.zeros_like(rest), padded, parent),
-            _States(end[up], rest[up], cost[up], parent[up]),
+            _States(end, np.zeros_like(rows), padded, parent),
+            _States(end[up], rows[up] - size * steps, filled, parent[up]),
         ]
 
     def _prune(self, states: _States, left: int, limit: int) -> _States:

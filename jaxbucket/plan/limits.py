@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jaxbucket.base.checks import (
     overlong_message,
 )
 from jaxbucket.base.policies import OVERLONG, Overlong
+from jaxbucket.plan.batch_sizes import SizeLimits, StepSizes, fitted
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, unit_of
 from jaxbucket.plan.histogram import cumulative
@@ -149,14 +150,26 @@ class Limits:
         batch_sizes = self.batch_sizes(ends)
         # A budget that grows with T may be too small for any short row.
         fit = np.flatnonzero(batch_sizes)
-        self._check_step(batch_sizes[fit], ends[fit])
-        return Candidates(
-            ends[fit],
-            examples[fit],
-            tokens[fit],
-            batch_sizes[fit] * self.accumulate,
-            self.costs(batch_sizes[fit], ends[fit]) * self.accumulate,
-            complete,
+        ends, examples = ends[fit], examples[fit]
+        sizes = self.step_sizes(ends, batch_sizes[fit], examples)
+        return Candidates(ends, examples, tokens[fit], sizes, complete)
+
+    def step_sizes(
+        self, seq_lens: np.ndarray, batch_sizes: np.ndarray, examples: np.ndarray
+    ) -> StepSizes:
+        """Returns the numbers of rows that a step of each T may have.
+
+        Args:
+          seq_lens: `[n]` int64, the T.
+          batch_sizes: `[n]` int64, the largest B.
+          examples: `[n]` int64, the largest number of examples to hold.
+        """
+        self._check_step(batch_sizes, seq_lens)
+        return StepSizes.of(
+            batch_sizes,
+            lambda shape, rows: self.costs(rows, seq_lens[shape]),
+            examples=examples,
+            limits=self,
         )
 
     def _check_step(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> None:
@@ -211,11 +224,17 @@ class Limits:
             return batch_sizes * seq_lens
         return _costs(self.cost_fn, batch_sizes, seq_lens)
 
-    def plan(self, seq_lens: Sequence[int] | np.ndarray) -> BucketPlan:
+    def plan(
+        self,
+        seq_lens: Sequence[int] | np.ndarray,
+        counts: Sequence[int] | np.ndarray | None = None,
+    ) -> BucketPlan:
         """Returns the plan whose buckets have the given T.
 
         Args:
           seq_lens: `[K]` increasing integers, the boundaries.
+          counts: `[K]` integers, the number of examples of each bucket, for which each
+            B is chosen; None for the largest B.
 
         Raises:
           ValueError: if a bucket cannot hold a single row, or if `max_tokens` is a
@@ -232,6 +251,10 @@ class Limits:
         budget = self.max_tokens
         if not isinstance(budget, int):
             budget = int(self.budgets(seq_lens).max())
+        if counts is not None:
+            counts = np.asarray(counts, np.int64)
+            sizes = self.step_sizes(seq_lens, batch_sizes, np.cumsum(counts))
+            batch_sizes = fitted(sizes, counts)[0] // self.accumulate
         plan = BucketPlan(
             tuple(map(Bucket, batch_sizes.tolist(), seq_lens.tolist())),
             max_tokens=budget,
@@ -290,18 +313,7 @@ def check_limits(limits: Any) -> None:
         )
 
 
-class BatchSizeLimits(Protocol):
-    """The limits on B that `Limits` and `SequenceLimits` share."""
-
-    @property
-    def batch_size_multiple(self) -> int: ...
-    @property
-    def min_batch_size(self) -> int: ...
-    @property
-    def max_batch_size(self) -> int | None: ...
-
-
-def check_batch_size_limits(limits: BatchSizeLimits) -> None:
+def check_batch_size_limits(limits: SizeLimits) -> None:
     """Raises a ValueError if no B satisfies the limits."""
     most, multiple = limits.max_batch_size, limits.batch_size_multiple
     if most is None:

@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
+from jaxbucket.plan.batch_sizes import StepSizes, fitted
 from jaxbucket.plan.boundary_rules import Candidates
-from jaxbucket.plan.flow.remainder import least_cost
 
 # Costs are scaled to integers, so that a plan does not depend on rounding errors.
 # The cost of an epoch has this many bits, so that the sum of a few stays below 2**63.
@@ -28,39 +28,40 @@ class Problem:
     Attributes:
       below: `[G + 1]` int64, the number of examples that fit before each candidate:
         entry j counts the examples up to candidate j - 1, and entry 0 is 0.
-      batch_sizes: `[G]` int64, the number of rows of a batch.
-      costs: `[G]` int64, the cost of a batch.
+      sizes: the numbers of rows of a step, and their costs as int64. A step costs one
+        more than its share, so that of equally cheap choices the one with fewer steps
+        is found.
       rates: `[G]` int64, the least cost of a row in this bucket or a longer one;
         non-decreasing.
       scale: the factor from the candidates' costs to these integers.
     """
 
     below: np.ndarray
-    batch_sizes: np.ndarray
-    costs: np.ndarray
+    sizes: StepSizes
     rates: np.ndarray
     scale: float
 
     @classmethod
     def of(cls, candidates: Candidates, max_buckets: int) -> Problem:
         """Returns the problem of choosing at most `max_buckets` of the candidates."""
-        costs = candidates.costs.astype(np.float64)
-        worst = (costs / candidates.batch_sizes).max() * candidates.examples[-1]
-        worst += costs.max() * max_buckets
+        sizes = candidates.sizes
+        costs = sizes.costs.astype(np.float64)
+        # At most half of the rows of a bucket are empty, but for a smallest step.
+        worst = 2 * sizes.row_costs().max() * candidates.examples[-1]
+        worst += costs[:, 0].max() * max_buckets
         # A power of two, so that integer costs are represented exactly.
         scale = 2.0 ** (_TOTAL_BITS - math.frexp(worst)[1])
-        units = np.maximum(1, np.rint(costs * scale)).astype(np.int64)
-        rates = units // candidates.batch_sizes
+        units = np.maximum(1, np.rint(costs * scale)).astype(np.int64) + 1
+        sizes = dataclasses.replace(sizes, costs=units)
         return cls(
             below=np.concatenate([[0], candidates.examples]),
-            batch_sizes=candidates.batch_sizes,
-            costs=units,
-            rates=np.minimum.accumulate(rates[::-1])[::-1],
+            sizes=sizes,
+            rates=np.minimum.accumulate(sizes.row_costs().min(axis=1)[::-1])[::-1],
             scale=scale,
         )
 
     def __len__(self) -> int:
-        return len(self.costs)
+        return len(self.rates)
 
     @property
     def examples(self) -> np.ndarray:
@@ -70,8 +71,7 @@ class Problem:
     def take(self, index: np.ndarray) -> Problem:
         """Returns the problem restricted to some candidates, including the last."""
         below = np.append(0, self.examples[index])
-        columns = (self.batch_sizes[index], self.costs[index], self.rates[index])
-        return Problem(below, *columns, self.scale)
+        return Problem(below, self.sizes.take(index), self.rates[index], self.scale)
 
     def part(self, start: int, end: int) -> Problem:
         """Returns the problem restricted to candidates `start` to `end - 1`.
@@ -92,17 +92,10 @@ class Problem:
         previous = np.append(-1, index[:-1])
         return dataclasses.replace(self.take(index), rates=self.rates[previous + 1])
 
-    def shapes(self, chosen: np.ndarray) -> tuple[list[int], list[int], list[int]]:
-        """Returns the counts, batch sizes and costs of chosen buckets, `[K]` each."""
-        counts = np.diff(self.examples[chosen], prepend=0)
-        sizes, costs = self.batch_sizes[chosen], self.costs[chosen]
-        return counts.tolist(), sizes.tolist(), costs.tolist()
-
     def epoch_cost(self, chosen: np.ndarray) -> int:
         """Returns `Candidates.epoch_cost` as a scaled integer."""
-        cost, _ = least_cost(*self.shapes(chosen), [0] * len(chosen), 2**63)
-        assert cost is not None
-        return cost
+        counts = np.diff(self.examples[chosen], prepend=0)
+        return int(fitted(self.sizes.take(chosen), counts)[1])
 
 
 def lower_bounds(
@@ -169,16 +162,18 @@ def traced_ends(ends: list[np.ndarray]) -> np.ndarray:
 def cost_ahead(problem: Problem) -> np.ndarray:
     """Returns the least cost of all examples except the n shortest, `[N + 1]`.
 
-    Remainders are included, and the number of buckets is not limited, so this is a
-    lower bound for any number. Each batch takes the shortest remaining examples that
-    fit in its bucket. It does not matter which of these examples are promoted.
+    The number of buckets is not limited, and each batch has as few rows as possible, at
+    the lowest cost of a row, so this is a lower bound for any number of buckets. Each
+    batch takes the shortest remaining examples that fit in its bucket. It does not
+    matter which of these examples are promoted.
     """
-    examples, sizes, costs = problem.examples, problem.batch_sizes, problem.costs
+    examples, size = problem.examples, problem.sizes.multiple
+    costs = problem.rates * size
     total = int(problem.below[-1])
     ahead = np.zeros(total + 1, np.int64)
     first = np.searchsorted(examples, np.arange(total), side="right")
     for taken in reversed(range(total)):
         ends = slice(int(first[taken]), None)
-        after = np.minimum(examples[ends], taken + sizes[ends])
+        after = np.minimum(examples[ends], taken + size)
         ahead[taken] = (costs[ends] + ahead[after]).min()
     return ahead

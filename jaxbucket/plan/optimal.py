@@ -16,7 +16,6 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import RULES, Candidates
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.dense import evenly_dense, improved, near
-from jaxbucket.plan.flow.remainder import least_cost
 from jaxbucket.plan.lower_bound import (
     INFINITE,
     Problem,
@@ -39,10 +38,12 @@ _MAX_BOUND_PAIRS = 80_000_000
 _WIDE, _NARROW = 16, 4
 # Pairs for improving the boundaries of very many buckets: about a second.
 _DENSE_PAIRS = 20_000_000
+# Costs of steps above that of a known epoch by this factor are not told apart.
+_MAX_RATIO = 1 << 20
 # Up to this limit, `max_buckets` is not reduced to the number of useful buckets.
 _FEW_BUCKETS = 64
-# States of remainders for comparing choices: about half a second.
-_MAX_STATES = 2_000_000
+# Buckets of compared choices in all: about half a second.
+_MAX_COMPARED = 4_000
 # Limits on (examples, examples times candidates) for computing the cost ahead: before
 # the first search, about 0.1 s, and after a first search without proof, about 1 s.
 _SMALL_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
@@ -90,10 +91,12 @@ class Optimum:
         useful = candidates.take(self._indices)
         if max_buckets > _FEW_BUCKETS:
             max_buckets = min(max_buckets, _most_batches(useful, known_cost))
-        # The last candidate is required even if a batch of it costs more than a known
-        # epoch. Its exact cost does not matter then, and the ceiling avoids overflow.
-        ceiling = min(2 * known_cost, useful.costs.max().item())
-        useful = dataclasses.replace(useful, costs=useful.costs.clip(max=ceiling))
+        # The last candidate is required even if a batch of it costs far more than a
+        # known epoch. Its exact cost does not matter then, and the others need the bits.
+        ceiling = min(_MAX_RATIO * known_cost, useful.costs.max().item())
+        sizes = useful.sizes
+        sizes = dataclasses.replace(sizes, costs=sizes.costs.clip(max=ceiling))
+        useful = dataclasses.replace(useful, sizes=sizes)
         self._problem = self._full_problem = Problem.of(useful, max_buckets)
         self._dense_choice: np.ndarray | None = None
         if max_buckets * _pairs(len(useful)) > _MAX_BOUND_PAIRS:
@@ -174,27 +177,20 @@ class Optimum:
         skips some numbers if the comparison takes too long. Otherwise it compares the
         known choice with that of `num_buckets` buckets.
         """
-        problem, work = self._problem, 0
-        least, best = INFINITE, 0
+        problem, compared = self._problem, 0
+        least, best = INFINITE, known
         if known is not None:
             least = problem.epoch_cost(known)
-        ahead = np.zeros(len(problem) + 1, np.int64)
-        if num_buckets > _FEW_BUCKETS and self._cost_ahead is not None:
-            ahead = self._cost_ahead[problem.below]
-        ahead = ahead.tolist()
         for k in _spread(num_buckets) if known is None else [num_buckets]:
             chosen = traced_ends(self._ends[:k])
-            beyond = [
-                max(int(self._bounds[k - 1 - i][end + 1]), ahead[end + 1])
-                for i, end in enumerate(chosen.tolist())
-            ]
-            cost, num_states = least_cost(*problem.shapes(chosen), beyond, least)
-            if cost is not None and (cost, k) < (least, best or num_buckets + 1):
-                least, best = cost, k
-            work += num_states + k
-            if work > _MAX_STATES:
+            cost = problem.epoch_cost(chosen)
+            if best is None or (cost, len(chosen)) < (least, len(best)):
+                least, best = cost, chosen
+            compared += k
+            if compared > _MAX_COMPARED:
                 break
-        return traced_ends(self._ends[:best]) if best or known is None else known
+        assert best is not None
+        return best
 
     def _dense(self, num_buckets: int) -> np.ndarray:
         """Returns a good choice of very many buckets, or of fewer if it is cheaper."""
@@ -230,7 +226,7 @@ class Optimum:
         bounds = self._full_batches
         bound = bounds[min(num_buckets, len(bounds) - 1)]
         problem = self._full_problem
-        return max(bound, int(problem.costs.min())) / problem.scale
+        return max(bound, int(problem.sizes.costs.min())) / problem.scale
 
     @functools.cached_property
     def _full_batches(self) -> list[int]:
@@ -260,7 +256,7 @@ def _useful_candidates(candidates: Candidates, known_cost: float) -> np.ndarray:
     order = np.lexsort((np.arange(last + 1), candidates.costs, np.cumsum(is_first)))
     cheapest = order[np.flatnonzero(is_first)]
     is_useful = candidates.examples[cheapest] > 0
-    is_useful &= candidates.costs[cheapest] <= known_cost
+    is_useful &= candidates.sizes.costs[cheapest, 0] <= known_cost
     return np.append(cheapest[is_useful & (cheapest < last)], last)
 
 
@@ -291,7 +287,7 @@ def _most_batches(candidates: Candidates, known_cost: float) -> int:
     Each bucket has at least one batch, except the last bucket, which is always required
     and may be empty.
     """
-    cheapest = np.cumsum(np.sort(candidates.costs.astype(np.float64)))
+    cheapest = np.cumsum(np.sort(candidates.sizes.costs[:, 0].astype(np.float64)))
     # The factor makes up for rounding errors.
     most = np.searchsorted(cheapest, known_cost * (1 + 1e-9), side="right")
     return 1 + max(1, int(most))
@@ -302,12 +298,7 @@ def _known_cost(candidates: Candidates, max_buckets: int) -> float:
     by_rule = [rule(candidates, max_buckets) for rule in RULES.values()]
     known = min(map(candidates.epoch_cost, by_rule))
     # The last bucket may be empty if a shorter one holds all examples.
-    total = candidates.examples[-1]
-    holds_all = candidates.examples == total
-    holds_all[:-1] &= max_buckets > 1
-    batches = -(-total // candidates.batch_sizes[holds_all])
-    costs = candidates.costs[holds_all]
-    if int(batches.max()) * costs.max().item() >= 2**63:
-        # The product does not fit in 64 bits, so Python integers are used.
-        batches = batches.astype(object)
-    return min(known, (batches * costs).min())
+    holds_all = np.flatnonzero(candidates.examples == candidates.examples[-1])
+    alone = holds_all if max_buckets > 1 else holds_all[-1:]
+    rows = np.full(len(alone), candidates.examples[-1])
+    return min(known, candidates.sizes.padded_costs(alone, rows).min().item())

@@ -199,7 +199,7 @@ def plan_within(
             "a function of (`Candidates`, `num_buckets`)."
         ) from error
     chosen = _check_chosen(chosen, len(candidates), num_buckets)
-    return limits.plan(candidates.seq_lens[chosen])
+    return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
 def _plan_sequences(

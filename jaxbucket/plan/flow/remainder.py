@@ -147,61 +147,6 @@ def _cheapest_of_each(
     return states[order[starts][np.argsort(first)]]
 
 
-def least_cost(
-    counts: Sequence[int],
-    batch_sizes: Sequence[int],
-    costs: Sequence[int],
-    beyond: Sequence[int],
-    limit: int,
-) -> tuple[int | None, int]:
-    """Returns the cost of an epoch with the cheapest remainders, and the work done.
-
-    A state with fewer carried rows and no higher cost is at least as good, so that few
-    states remain after each bucket. This is faster than `flow_remainders`, which also
-    determines the choices.
-
-    Example:
-      >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[0, 0], limit=100)
-      (64, 3)
-      >>> least_cost([5, 1], [4, 2], [32, 32], beyond=[16, 0], limit=40)
-      (None, 1)
-
-    Args:
-      counts: `[K]` Python integers, the number of examples in each bucket.
-      batch_sizes: `[K]` Python integers, the B of each bucket.
-      costs: `[K]` Python integers, the cost of a batch of each bucket.
-      beyond: `[K]` Python integers, lower bounds of the cost of all longer buckets.
-      limit: the largest cost to consider. The computation stops once it is exceeded.
-
-    Returns:
-      The cost, or None if it is above the limit; and the number of states examined.
-    """
-    # Pairs of the number of carried rows, increasing, and the cost so far, decreasing.
-    states, work, cost = [(0, 0)], 0, 0
-    for count, batch_size, batch_cost, rest_cost in zip(
-        counts, batch_sizes, costs, beyond, strict=True
-    ):
-        padded, promoted = [], []
-        for carry, before in states:
-            full, rest = divmod(count + carry, batch_size)
-            before += full * batch_cost
-            if rest:
-                promoted.append((rest, before))
-                before += batch_cost
-            padded.append(before)
-        cost = min(padded)
-        promoted.sort()
-        work += len(states)
-        states, least = [(0, cost)], cost
-        for state in promoted:
-            if state[1] < least:
-                states.append(state)
-                least = state[1]
-        if least + rest_cost > limit:
-            return None, work
-    return (cost if cost <= limit else None), work
-
-
 def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
     """Returns the cost of an epoch, with Python integers if the costs are integers.
 
