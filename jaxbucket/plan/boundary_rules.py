@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.batch_sizes import StepSizes, fitted
+from jaxbucket.plan.batch_sizes import fitted
+from jaxbucket.plan.step_sizes import StepSizes
 
 
 @dataclasses.dataclass(frozen=True)

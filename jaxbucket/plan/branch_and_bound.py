@@ -18,14 +18,12 @@ from jaxbucket.plan.lower_bound import INFINITE, Problem
 # the memory.
 _CHUNK = 1 << 20
 # Extending a pair takes as long as pruning this many pairs.
-_EXTENSION_COST = 16
+_EXTENSION_COST = 48
 # The number of states that are compared for each state that is kept. Most of them are
 # dominated by another state with the same end.
 _SURPLUS = 64
 # The number of states that are held at a time, which limits the memory.
 _MAX_STATES = 4 * _CHUNK
-# The number of B with a promoted remainder that are tried, for each number of batches.
-_MOST_SIZES = 8
 # The ends are divided into about this many blocks, most of which are pruned as a whole.
 _NUM_BLOCKS = 1024
 
@@ -62,32 +60,31 @@ class Search:
     Args:
       problem: the candidates.
       bounds: lower bounds of the cost of all longer buckets, from `lower_bounds`.
-      ahead: lower bounds of the cost of all longer examples, from `cost_ahead`, if
-        available.
-      width: the largest number of states that are kept for each number of buckets.
+      width: the largest number of states that are kept for each number of buckets, and
+        twice the largest number of B that are tried for each state and end.
       most_pairs: about how many pairs to examine at most.
 
     Attributes:
       incomplete: whether promising states were discarded, so that a wider search may
         find a better choice.
       pairs: the number of examined pairs of a state and an end or a block of ends.
+      cost: the cost of the best choice.
     """
 
     def __init__(
         self,
         problem: Problem,
         bounds: list[np.ndarray],
-        ahead: np.ndarray | None,
         width: int,
         most_pairs: int,
     ):
         self.problem = problem
         self.bounds = bounds
-        self.ahead = ahead
         self.width = width
         self.most_pairs = most_pairs
         self.incomplete = False
         self.pairs = 0
+        self.cost = INFINITE
         # `[n, block]`: the ends in blocks, padded with G.
         block = -(-len(problem) // _NUM_BLOCKS)
         ends = np.arange(-(-len(problem) // block) * block).reshape(-1, block)
@@ -114,6 +111,7 @@ class Search:
                     known = _trace([*levels, states], cheapest)
                 states = states.take(np.flatnonzero(states.end < states.end[done[0]]))
             levels.append(self._prune(states, left, limit))
+        self.cost = limit
         return known
 
     def _extend(self, states: _States, left: int, limit: int) -> _States:
@@ -127,9 +125,12 @@ class Search:
         empty = np.zeros(0, np.int64)
         parts = [_States(empty, empty, empty, empty)]
         for parent, end in self._open_pairs(states, left, limit):
-            for extended in self._extensions(states, parent, end):
+            *extensions, is_cut = self._extensions(states, parent, end)
+            for extended in extensions:
                 promising = self._bound(extended, left) < limit
                 parts.append(extended.take(np.flatnonzero(promising)))
+            # Those that were left out promote more rows, which costs no less.
+            self.incomplete |= bool((promising & is_cut).any())
             self.pairs += _EXTENSION_COST * len(end)
             if sum(len(part.end) for part in parts) > _MAX_STATES:
                 parts = [self._best_of(_States.concatenate(parts), left, limit)]
@@ -152,19 +153,19 @@ class Search:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields chunks of pairs of a state and an end after it, `[n]` and `[n]`.
 
-        The number of rows of a bucket is a difference of two terms: the examples up to
-        its end, which do not depend on the state, and the examples before its start,
-        which do not depend on the end. A block of ends is skipped if its bound reaches
+        The number of rows of a bucket is a difference of two terms: the rows of the
+        examples that are left, which do not depend on the end, and the rows of those
+        after the end, which do not depend on the state. A block of ends is skipped if its bound reaches
         the limit. This bound uses the rate of the first end, the lowest in the block,
         and the least cost after any end of the block.
         """
         blocks, lasts = self.blocks, self.blocks[:, -1]
         rates = np.append(self.problem.rates, 0)
-        fixed = np.append(self.problem.examples * rates[:-1], 0)
+        fixed = np.append(-self.problem.beyond[1:] * rates[:-1], 0)
         beyond = np.append(self.bounds[left][1:], INFINITE)
         of_block = fixed[blocks[:, 0]] + beyond[blocks].min(axis=1)
         of_end = fixed + beyond
-        rows = states.carry - self.problem.below[states.end + 1]
+        rows = self.problem.rows_left(self._num_in_rows(states))
         for parent in _chunks(len(rows), _CHUNK // len(blocks)):
             bound = rows[parent, None] * rates[blocks[:, 0]] + of_block
             bound += states.cost[parent, None]
@@ -180,21 +181,27 @@ class Search:
 
     def _extensions(
         self, states: _States, parent: np.ndarray, end: np.ndarray
-    ) -> list[_States]:
-        """Returns the states that pad the remainders, and those that promote them."""
+    ) -> tuple[_States, _States, np.ndarray]:
+        """Returns the states that pad the remainders, and those that promote them.
+
+        The last result is whether states that promote more were left out after one.
+        """
         problem, sizes = self.problem, self.problem.sizes
         before = problem.below[states.end[parent] + 1]
         rows = problem.examples[end] - before + states.carry[parent]
         cost = states.cost[parent]
         padded = cost + sizes.padded_costs(end, rows)
         short = np.flatnonzero(end < len(problem) - 1)
-        filler, size, steps = sizes.filled(end[short], rows[short], _MOST_SIZES)
+        filler, size, steps, is_cut = sizes.filled(
+            end[short], rows[short], self.width // 2
+        )
         up = short[filler]
         filled = cost[up] + steps * sizes.cost(end[up], size)
-        return [
+        return (
             _States(end, np.zeros_like(rows), padded, parent),
             _States(end[up], rows[up] - size * steps, filled, parent[up]),
-        ]
+            is_cut,
+        )
 
     def _prune(self, states: _States, left: int, limit: int) -> _States:
         """Returns the states to extend further, at most `width`.
@@ -220,11 +227,10 @@ class Search:
 
     def _bound(self, states: _States, left: int) -> np.ndarray:
         """Returns lower bounds of the complete choices that extend a state, `[S]`."""
-        carried = states.carry * self.next_rate[states.end]
-        bound = carried + self.bounds[left][states.end + 1]
-        if self.ahead is not None:
-            bound = np.maximum(bound, self.ahead[self._num_in_rows(states)])
-        return states.cost + bound
+        left_over = self.problem.rows_left(self._num_in_rows(states))
+        carried = left_over - self.problem.beyond[states.end + 1]
+        beyond = self.bounds[left][states.end + 1]
+        return states.cost + carried * self.next_rate[states.end] + beyond
 
     def _cutoff(self, bound: np.ndarray, limit: int) -> int:
         """Returns the largest bound to keep; states with equal bounds stay together."""

@@ -14,6 +14,7 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.optimal import optimal
 from jaxbucket.plan.sequence_limits import SequenceLimits
+from jaxbucket.plan.step_sizes import StepSizes
 
 # With more distinct numbers, only some of them can be the end of a bucket.
 _MAX_ENDS = 1024
@@ -64,7 +65,12 @@ def _candidates(
         seq_lens=seq_lens.sum(axis=1),
         examples=ends,
         tokens=tokens[ends - 1],
-        batch_sizes=batch_sizes * limits.accumulate,
-        costs=limits.costs(batch_sizes, seq_lens) * limits.accumulate,
+        sizes=StepSizes.of(
+            batch_sizes,
+            lambda shape, rows: limits.costs(rows, seq_lens[shape]),
+            ends,
+            *(limits.batch_size_multiple, limits.min_batch_size, limits.accumulate),
+            is_linear=limits.cost_fn is None,
+        ),
         complete=False,
     )

@@ -9,16 +9,15 @@ from typing import cast
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.curve import CurvePoint, PlanCurve
-from jaxbucket.plan.flow.epoch import epoch_flow
+from jaxbucket.plan.flow.epoch import epoch_flow, example_counts
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint.planner import JointShapes
-from jaxbucket.plan.joint_plan import best_shapes
+from jaxbucket.plan.joint_plan import best_shapes, fitted_plan
 from jaxbucket.plan.limits import Limits, check_limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.sequence_limits import SequenceLimits
@@ -103,6 +102,7 @@ def _curve(
 ) -> PlanCurve:
     """Returns the curve for examples with one length."""
     candidates = limits.candidates(check_lengths(lengths))
+    real = int(candidates.tokens[-1])
     max_buckets = min(max_buckets, len(candidates))
     optimum = Optimum(candidates, max_buckets)
     # Lower bounds of the total time with 1, 2, ... buckets.
@@ -119,7 +119,11 @@ def _curve(
         if len(chosen) < size:
             # Another bucket would save nothing, even if compiling were free.
             continue
-        points.append(_point(candidates, chosen, limits, compile_seconds, num_epochs))
+        counts = candidates.counts(chosen)
+        plan = limits.plan(candidates.seq_lens[chosen], counts)
+        points.append(
+            _point(plan, counts, real, limits.accumulate, compile_seconds, num_epochs)
+        )
         best = min(points, key=lambda point: point.total_seconds)
         if size >= best.num_buckets + _POINTS_BEYOND and all(
             bound >= best.total_seconds for bound in bounds[size:]
@@ -142,14 +146,20 @@ def _sequence_curve(
 ) -> PlanCurve:
     """Returns the curve for examples with several sequences."""
     points: dict[int, CurvePoint] = {}
+    matrix = lengths_matrix(lengths, limits.sequences)
+    real = int(limits.planned_lengths(matrix).sum())
     exact = True
 
     def add(size: int) -> None:
         nonlocal exact
         shapes = best_shapes(lengths, limits, size, with_bound=False)
         exact &= bool(shapes.proven)
-        points[size] = _sequence_point(
-            lengths, limits, shapes, compile_seconds, num_epochs
+        plan = fitted_plan(limits, shapes.seq_lens, matrix)
+        points[size] = _point(
+            plan,
+            example_counts(plan, matrix),
+            real,
+            *(limits.accumulate, compile_seconds, num_epochs),
         )
 
     def best() -> int:
@@ -169,31 +179,6 @@ def _sequence_curve(
         if not cheaper or point.epoch_seconds < cheaper[-1].epoch_seconds:
             cheaper.append(point)
     return PlanCurve(tuple(cheaper), num_epochs, max(points), False, exact)
-
-
-def _sequence_point(
-    lengths: Mapping[str, ArrayLike],
-    limits: SequenceLimits,
-    shapes: JointShapes,
-    compile_seconds: float,
-    num_epochs: float,
-) -> CurvePoint:
-    plan = limits.plan(shapes.seq_lens)
-    matrix = lengths_matrix(lengths, limits.sequences)
-    index = plan.assign(matrix)
-    counts = np.bincount(index[index >= 0], minlength=len(plan))
-    flow = epoch_flow(plan, counts, "cheapest", limits.accumulate)
-    tokens = plan.batch_sizes * plan.tokens_per_row * limits.accumulate
-    real = int(limits.planned_lengths(matrix).sum())
-    epoch, compiling = float(shapes.epoch_cost), compile_seconds * len(plan)
-    return CurvePoint(
-        plan=plan,
-        padding=1 - real / epoch_cost(flow.batches, tokens),
-        steps_per_epoch=flow.num_batches,
-        epoch_seconds=epoch,
-        compile_seconds=compiling,
-        total_seconds=compiling + num_epochs * epoch,
-    )
 
 
 def _middles(sizes: list[int], best: int) -> list[int]:
@@ -220,23 +205,26 @@ def _sizes(max_buckets: int) -> list[int]:
 
 
 def _point(
-    candidates: Candidates,
-    chosen: np.ndarray,
-    limits: Limits,
+    plan: BucketPlan,
+    counts: np.ndarray,
+    real_tokens: int,
+    accumulate: int,
     compile_seconds: float,
     num_epochs: float,
 ) -> CurvePoint:
-    flow = candidates.flow(chosen)
-    tokens = candidates.batch_sizes[chosen] * candidates.seq_lens[chosen]
-    padded = epoch_cost(flow.batches, tokens)
-    epoch = candidates.epoch_cost(chosen)
+    """Returns the point of a plan, from the number of examples of each bucket."""
+    flow = epoch_flow(plan, counts, "cheapest", accumulate)
+    batches = flow.batches * accumulate
+    padded = epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row)
+    epoch = float(epoch_cost(batches, plan.costs))
+    compiling = compile_seconds * len(plan)
     return CurvePoint(
-        plan=limits.plan(candidates.seq_lens[chosen]),
-        padding=1 - int(candidates.tokens[-1]) / padded,
+        plan=plan,
+        padding=1 - real_tokens / padded,
         steps_per_epoch=flow.num_batches,
         epoch_seconds=epoch,
-        compile_seconds=compile_seconds * len(chosen),
-        total_seconds=compile_seconds * len(chosen) + num_epochs * epoch,
+        compile_seconds=compiling,
+        total_seconds=compiling + num_epochs * epoch,
     )
 
 

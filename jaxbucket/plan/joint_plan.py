@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,16 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.chains import nested_shapes
+from jaxbucket.plan.flow.dominance import dominates
+from jaxbucket.plan.flow.epoch import example_counts, row_flow
+from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.joint.planner import JointShapes, search_shapes
 from jaxbucket.plan.sequence_limits import SequenceLimits
+
+# How often B are chosen for the examples of each bucket, and these for the B.
+_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +34,7 @@ class JointPlan:
       plan: the buckets.
       epoch_cost: the cost of an epoch, remainders included.
       lower_bound: the cost of an epoch of any other plan with at most as many buckets
-        is not lower, if each B is the largest within the limits. With more than 65,536
+        is not lower, if rows of larger batches do not cost more. With more than 65,536
         combinations of T, this is about plans whose T are lengths of examples, rounded
         up to the multiples.
       proven: whether no other such plan is cheaper.
@@ -47,11 +54,8 @@ class JointPlan:
     def summary(self) -> str:
         """A sentence on how good the plan is."""
         if self.proven:
-            return "No other plan with the largest B within the limits is cheaper."
-        return (
-            "No other plan with the largest B within the limits costs over "
-            f"{self.gap:.1%} less."
-        )
+            return "No other plan with as many buckets is cheaper."
+        return f"No other plan with as many buckets costs over {self.gap:.1%} less."
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
@@ -65,10 +69,10 @@ def plan_jointly(
 ) -> JointPlan:
     """Returns a plan for examples with several sequences, planned in all of them.
 
-    `plan_buckets` returns the same plan, without the bound on its cost. Small problems
-    are solved exactly. Otherwise the buckets come from a local search, which minimizes
-    the cost of an epoch, remainders included; and a bound, from a relaxation of the
-    problem, says how much cheaper any other plan could be.
+    `plan_buckets` returns the same plan, without the bound on its cost. The buckets come
+    from a local search, which minimizes the cost of an epoch, remainders included; and a
+    bound, from a relaxation of the problem, says how much cheaper any other plan could
+    be.
 
     Example:
       >>> lengths = {"source": [2, 8, 3, 8], "target": [8, 2, 7, 8]}
@@ -90,7 +94,7 @@ within the limits is cheaper.
     """
     shapes = best_shapes(lengths, limits, num_buckets, with_bound=True)
     return JointPlan(
-        plan=limits.plan(shapes.seq_lens),
+        plan=fitted_plan(limits, shapes.seq_lens, lengths),
         epoch_cost=float(shapes.epoch_cost),
         lower_bound=float(shapes.lower_bound),
         proven=bool(shapes.proven),
@@ -106,7 +110,61 @@ def plan_sequences(
       ValueError: if `plan_jointly` raises it.
     """
     shapes = best_shapes(lengths, limits, num_buckets, with_bound=False)
-    return limits.plan(shapes.seq_lens)
+    return fitted_plan(limits, shapes.seq_lens, lengths)
+
+
+def fitted_plan(
+    limits: SequenceLimits,
+    seq_lens: np.ndarray,
+    lengths: Mapping[str, ArrayLike] | np.ndarray,
+) -> BucketPlan:
+    """Returns the plan with given T, with B for the examples of each bucket.
+
+    Args:
+      limits: the limits of all shapes, and the cost of a step.
+      seq_lens: `[K, Q]` integers, the T of each sequence.
+      lengths: sequence name -> `[N]` integers, one per example; or `[N, Q]`.
+
+    Raises:
+      ValueError: if a bucket cannot hold a single row, or no bucket holds an example.
+    """
+    matrix = lengths_matrix(lengths, limits.sequences)
+    return with_batch_sizes(
+        limits, limits.plan(seq_lens), lambda plan: example_counts(plan, matrix)
+    )
+
+
+def with_batch_sizes(
+    limits: SequenceLimits,
+    largest: BucketPlan,
+    counts_fn: Callable[[BucketPlan], np.ndarray],
+) -> BucketPlan:
+    """Returns a plan with B for the rows of each bucket.
+
+    Examples may change their bucket with the cost of a row, and so with B.
+
+    Args:
+      limits: the limits of all shapes, and the cost of a step.
+      largest: the plan with the largest B.
+      counts_fn: plan -> `[K]` integers, the rows that each bucket is assigned.
+    """
+    plans, above = [largest], dominates(largest.seq_lens)
+    costs = []
+    for _ in range(_ROUNDS):
+        counts = counts_fn(plans[-1])
+        costs.append(_epoch_cost(plans[-1], counts, limits.accumulate))
+        sizes = limits.sizes(largest.seq_lens, int(counts.sum()))
+        rows, _ = fitted_between(sizes, counts, above)
+        plan = limits.plan(largest.seq_lens, rows // limits.accumulate)
+        if plan == plans[-1]:
+            break
+        plans.append(plan)
+    return min(zip(costs, plans, strict=False), key=lambda pair: pair[0])[1]
+
+
+def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
+    sizes, costs = plan.rows_per_step(accumulate), plan.costs * accumulate
+    return epoch_cost(row_flow(plan, counts, sizes, costs).batches, costs)
 
 
 def best_shapes(
@@ -152,6 +210,8 @@ def best_shapes(
         must_hold_all=limits.must_hold_all,
         starts=(shapes for _, shapes in nested_shapes(planned, limits, num_buckets)),
         accumulate=limits.accumulate,
+        batch_size_multiple=limits.batch_size_multiple,
+        min_batch_size=limits.min_batch_size,
         with_bound=with_bound,
     )
 
@@ -183,6 +243,4 @@ def plan_sequences_at(
         rows.append(list(sizes.values()))
     if not rows:
         raise ValueError("`boundaries` is empty. Pass the T of at least one bucket.")
-    plan = limits.plan(np.array(rows, np.int64))
-    plan.assign(lengths)
-    return plan
+    return fitted_plan(limits, np.array(rows, np.int64), lengths)

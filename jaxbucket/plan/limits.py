@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from jaxbucket.base.checks import (
     overlong_message,
 )
 from jaxbucket.base.policies import OVERLONG, Overlong
-from jaxbucket.plan.batch_sizes import SizeLimits, StepSizes, fitted
+from jaxbucket.plan.batch_sizes import fitted
 from jaxbucket.plan.boundary_rules import Candidates
-from jaxbucket.plan.costs import CostFn, unit_of
+from jaxbucket.plan.costs import CostFn, FlopCost, TokenCost, unit_of
 from jaxbucket.plan.histogram import cumulative
+from jaxbucket.plan.step_sizes import StepSizes
 
 # With more possible T, only the rounded-up lengths of examples are candidates. Other T
 # could save a little, in the last batch of a bucket, so the plan is not proven optimal.
@@ -151,25 +152,20 @@ class Limits:
         # A budget that grows with T may be too small for any short row.
         fit = np.flatnonzero(batch_sizes)
         ends, examples = ends[fit], examples[fit]
-        sizes = self.step_sizes(ends, batch_sizes[fit], examples)
+        self._check_step(batch_sizes[fit], ends)
+        sizes = self._sizes(ends, batch_sizes[fit], examples)
         return Candidates(ends, examples, tokens[fit], sizes, complete)
 
-    def step_sizes(
+    def _sizes(
         self, seq_lens: np.ndarray, batch_sizes: np.ndarray, examples: np.ndarray
     ) -> StepSizes:
-        """Returns the numbers of rows that a step of each T may have.
-
-        Args:
-          seq_lens: `[n]` int64, the T.
-          batch_sizes: `[n]` int64, the largest B.
-          examples: `[n]` int64, the largest number of examples to hold.
-        """
-        self._check_step(batch_sizes, seq_lens)
+        """Returns the possible numbers of rows of a step of each T."""
         return StepSizes.of(
             batch_sizes,
             lambda shape, rows: self.costs(rows, seq_lens[shape]),
-            examples=examples,
-            limits=self,
+            examples,
+            *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
+            is_linear=isinstance(self.cost_fn, TokenCost | FlopCost | None),
         )
 
     def _check_step(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> None:
@@ -253,7 +249,7 @@ class Limits:
             budget = int(self.budgets(seq_lens).max())
         if counts is not None:
             counts = np.asarray(counts, np.int64)
-            sizes = self.step_sizes(seq_lens, batch_sizes, np.cumsum(counts))
+            sizes = self._sizes(seq_lens, batch_sizes, np.cumsum(counts))
             batch_sizes = fitted(sizes, counts)[0] // self.accumulate
         plan = BucketPlan(
             tuple(map(Bucket, batch_sizes.tolist(), seq_lens.tolist())),
@@ -313,7 +309,18 @@ def check_limits(limits: Any) -> None:
         )
 
 
-def check_batch_size_limits(limits: SizeLimits) -> None:
+class BatchSizeLimits(Protocol):
+    """The limits on B that `Limits` and `SequenceLimits` share."""
+
+    @property
+    def batch_size_multiple(self) -> int: ...
+    @property
+    def min_batch_size(self) -> int: ...
+    @property
+    def max_batch_size(self) -> int | None: ...
+
+
+def check_batch_size_limits(limits: BatchSizeLimits) -> None:
     """Raises a ValueError if no B satisfies the limits."""
     most, multiple = limits.max_batch_size, limits.batch_size_multiple
     if most is None:

@@ -1,8 +1,8 @@
 """Lower bounds of the cost of an epoch, for every partial choice of boundaries.
 
-There are two bounds, both by dynamic programming. The first ignores remainders, so that
-the cost is a sum over buckets. The second includes remainders but ignores the limit on
-the number of buckets, so that the cost is a sum over batches.
+The bound is computed by dynamic programming. It only knows that all longer examples
+together take a multiple of the rows by which batches can grow, at the least cost of a
+row, so that the cost is a sum over buckets.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 
 import numpy as np
 
-from jaxbucket.plan.batch_sizes import StepSizes, fitted
+from jaxbucket.plan.batch_sizes import fitted
 from jaxbucket.plan.boundary_rules import Candidates
+from jaxbucket.plan.step_sizes import StepSizes
 
 # Costs are scaled to integers, so that a plan does not depend on rounding errors.
 # The cost of an epoch has this many bits, so that the sum of a few stays below 2**63.
@@ -28,6 +29,8 @@ class Problem:
     Attributes:
       below: `[G + 1]` int64, the number of examples that fit before each candidate:
         entry j counts the examples up to candidate j - 1, and entry 0 is 0.
+      beyond: `[G + 1]` int64, the fewest rows of all other examples: their number,
+        rounded up to a possible number of rows.
       sizes: the numbers of rows of a step, and their costs as int64. A step costs one
         more than its share, so that of equally cheap choices the one with fewer steps
         is found.
@@ -37,6 +40,7 @@ class Problem:
     """
 
     below: np.ndarray
+    beyond: np.ndarray
     sizes: StepSizes
     rates: np.ndarray
     scale: float
@@ -53,8 +57,10 @@ class Problem:
         scale = 2.0 ** (_TOTAL_BITS - math.frexp(worst)[1])
         units = np.maximum(1, np.rint(costs * scale)).astype(np.int64) + 1
         sizes = dataclasses.replace(sizes, costs=units)
+        below = np.concatenate([[0], candidates.examples])
         return cls(
-            below=np.concatenate([[0], candidates.examples]),
+            below=below,
+            beyond=_rounded(below[-1] - below, sizes.multiple),
             sizes=sizes,
             rates=np.minimum.accumulate(sizes.row_costs().min(axis=1)[::-1])[::-1],
             scale=scale,
@@ -70,8 +76,11 @@ class Problem:
 
     def take(self, index: np.ndarray) -> Problem:
         """Returns the problem restricted to some candidates, including the last."""
-        below = np.append(0, self.examples[index])
-        return Problem(below, self.sizes.take(index), self.rates[index], self.scale)
+        ends = np.append(0, index + 1)
+        return Problem(
+            *(self.below[ends], self.beyond[ends], self.sizes.take(index)),
+            *(self.rates[index], self.scale),
+        )
 
     def part(self, start: int, end: int) -> Problem:
         """Returns the problem restricted to candidates `start` to `end - 1`.
@@ -80,7 +89,8 @@ class Problem:
         """
         part = self.take(np.arange(start, end))
         below = self.below[start : end + 1] - self.below[start]
-        return dataclasses.replace(part, below=below)
+        beyond = self.beyond[start : end + 1] - self.beyond[end]
+        return dataclasses.replace(part, below=below, beyond=beyond)
 
     def relaxed(self, index: np.ndarray) -> Problem:
         """Returns a problem with some of the candidates, whose bounds hold for all.
@@ -89,23 +99,32 @@ class Problem:
         previous selected one. So rounding every end of a choice up to the next selected
         candidate does not increase the cost.
         """
-        previous = np.append(-1, index[:-1])
-        return dataclasses.replace(self.take(index), rates=self.rates[previous + 1])
+        first = np.append(0, index[:-1] + 1)
+        return dataclasses.replace(self.take(index), rates=self.rates[first])
+
+    def rows_left(self, taken: np.ndarray) -> np.ndarray:
+        """Returns the fewest rows of all examples but the n shortest, `[S]`."""
+        return _rounded(self.below[-1] - taken, self.sizes.multiple)
 
     def epoch_cost(self, chosen: np.ndarray) -> int:
         """Returns `Candidates.epoch_cost` as a scaled integer."""
         counts = np.diff(self.examples[chosen], prepend=0)
         return int(fitted(self.sizes.take(chosen), counts)[1])
 
+    def padded_cost(self, chosen: np.ndarray) -> int:
+        """Returns the cost of an epoch without promoted rows, as a scaled integer."""
+        counts = np.diff(self.examples[chosen], prepend=0)
+        return int(self.sizes.padded_costs(chosen, counts).sum())
+
 
 def lower_bounds(
     problem: Problem, num_buckets: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the least cost of all examples after a boundary, ignoring remainders.
+    """Returns lower bounds of the cost of all examples after a boundary.
 
     Returns:
-      For k = 0 to `num_buckets`, a `[G + 1]` int64 array: entry j is the cost of the
-      examples longer than candidate j - 1 in at most k buckets. Entry G is 0, because
+      For k = 0 to `num_buckets`, a `[G + 1]` int64 array: entry j bounds the cost of
+      the examples longer than candidate j - 1 in at most k buckets. Entry G is 0, because
       no examples are left. And for k = 1 to `num_buckets`, a `[G]` array: entry j is
       the candidate at which the first of these buckets ends.
     """
@@ -122,13 +141,13 @@ def lower_bounds(
 def _best_ends(problem: Problem, beyond: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the least cost and best end of a bucket after each candidate j - 1.
 
-    The cost of ending at i is the number of examples in between times the rate, plus
+    The cost of ending at i is the number of rows in between times the rate, plus
     `beyond[i + 1]`. It satisfies the Monge condition, because the rates never decrease.
     Therefore the best end is monotone in j, and solving the middle j first halves the
     range of all others (divide and conquer, vectorized over each level).
     """
     size, rates = len(problem), problem.rates
-    at_end = problem.examples * rates + beyond[1:]
+    at_end = beyond[1:] - problem.beyond[1:] * rates
     costs, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
     stride = 1 << (size - 1).bit_length()
     while stride:
@@ -141,12 +160,16 @@ def _best_ends(problem: Problem, beyond: np.ndarray) -> tuple[np.ndarray, np.nda
         starts = np.cumsum(lengths) - lengths
         end = np.arange(lengths.sum()) + np.repeat(low - starts, lengths)
         total = at_end[end]
-        total -= np.repeat(problem.below[first], lengths) * rates[end]
+        total += np.repeat(problem.beyond[first], lengths) * rates[end]
         costs[first] = np.minimum.reduceat(total, starts)
         is_best = np.flatnonzero(total == np.repeat(costs[first], lengths))
         ends[first] = end[is_best[np.searchsorted(is_best, starts)]]
         stride //= 2
     return costs, ends
+
+
+def _rounded(rows: np.ndarray, multiple: int) -> np.ndarray:
+    return -(-rows // multiple) * multiple
 
 
 def traced_ends(ends: list[np.ndarray]) -> np.ndarray:
@@ -157,23 +180,3 @@ def traced_ends(ends: list[np.ndarray]) -> np.ndarray:
             chosen.append(int(best[start]))
             start = chosen[-1] + 1
     return np.array(chosen)
-
-
-def cost_ahead(problem: Problem) -> np.ndarray:
-    """Returns the least cost of all examples except the n shortest, `[N + 1]`.
-
-    The number of buckets is not limited, and each batch has as few rows as possible, at
-    the lowest cost of a row, so this is a lower bound for any number of buckets. Each
-    batch takes the shortest remaining examples that fit in its bucket. It does not
-    matter which of these examples are promoted.
-    """
-    examples, size = problem.examples, problem.sizes.multiple
-    costs = problem.rates * size
-    total = int(problem.below[-1])
-    ahead = np.zeros(total + 1, np.int64)
-    first = np.searchsorted(examples, np.arange(total), side="right")
-    for taken in reversed(range(total)):
-        ends = slice(int(first[taken]), None)
-        after = np.minimum(examples[ends], taken + size)
-        ahead[taken] = (costs[ends] + ahead[after]).min()
-    return ahead

@@ -19,7 +19,6 @@ from jaxbucket.plan.dense import evenly_dense, improved, near
 from jaxbucket.plan.lower_bound import (
     INFINITE,
     Problem,
-    cost_ahead,
     lower_bounds,
     traced_ends,
 )
@@ -28,6 +27,9 @@ from jaxbucket.plan.lower_bound import (
 # together. No wider search starts after the soft limit, and a search stops at the hard
 # limit. This takes about two seconds on one core, bounds included.
 _SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
+# After this many, no wider search starts if the last one found no choice that costs less
+# than this share of the previous one.
+_UNPROVEN_PAIRS, _HARDLY_LESS = 5_000_000, 1 - 1e-5
 # The same limits for all numbers of buckets together. After the soft limit, only narrow
 # searches run, and after the hard limit, none.
 _SOFT_TOTAL_PAIRS, _MAX_TOTAL_PAIRS = 660_000_000, 900_000_000
@@ -43,10 +45,7 @@ _MAX_RATIO = 1 << 20
 # Up to this limit, `max_buckets` is not reduced to the number of useful buckets.
 _FEW_BUCKETS = 64
 # Buckets of compared choices in all: about half a second.
-_MAX_COMPARED = 4_000
-# Limits on (examples, examples times candidates) for computing the cost ahead: before
-# the first search, about 0.1 s, and after a first search without proof, about 1 s.
-_SMALL_AHEAD, _MAX_AHEAD = (10_000, 10_000_000), (100_000, 100_000_000)
+_MAX_COMPARED = 200_000
 # The width of the first search and the factor for each further search. A narrow search
 # is fast, and its result prunes the wider ones.
 _FIRST_WIDTH, _WIDTH_FACTOR = 16, 4
@@ -132,7 +131,10 @@ class Optimum:
         dense = self._dense_choice
         if dense is not None and len(dense) <= num_buckets:
             best = min(best, dense, key=self._problem.epoch_cost)
-        best = self._indices[self._search(best, size)]
+        # Few examples may fill fewer buckets, and then a search for these is faster.
+        for number in sorted({len(best), size}):
+            best = self._search(best, number)
+        best = self._indices[best]
         if self.exact:
             return best
         by_rule = [rule(self._candidates, num_buckets) for rule in RULES.values()]
@@ -143,17 +145,13 @@ class Optimum:
         problem = self._problem
         # The work that the bounds took.
         pairs = num_buckets * _pairs(len(problem))
-        width = _FIRST_WIDTH
-        # If the cost ahead takes longer than the first search, it is only computed if
-        # that search was not sufficient.
-        ahead = self._cost_ahead if self._is_small(*_SMALL_AHEAD) else None
+        width, cost = _FIRST_WIDTH, INFINITE
         is_whole = self._candidates.complete and problem is self._full_problem
         self.exact = False
         while self._pairs < _MAX_TOTAL_PAIRS:
             search = Search(
                 problem,
                 self._bounds[: num_buckets + 1],
-                ahead,
                 width,
                 _MAX_PAIRS - pairs,
             )
@@ -162,10 +160,11 @@ class Optimum:
             self._pairs += search.pairs
             self.exact = is_whole and not search.incomplete
             is_enough = pairs + 2 * search.pairs > _SOFT_PAIRS
+            is_enough |= search.cost > _HARDLY_LESS * cost and pairs > _UNPROVEN_PAIRS
+            cost = search.cost
             if not search.incomplete or is_enough or self._pairs > _SOFT_TOTAL_PAIRS:
                 break
             width *= _WIDTH_FACTOR
-            ahead = self._cost_ahead
         return best
 
     def _best_by_full_batches(
@@ -180,10 +179,10 @@ class Optimum:
         problem, compared = self._problem, 0
         least, best = INFINITE, known
         if known is not None:
-            least = problem.epoch_cost(known)
+            least = problem.padded_cost(known)
         for k in _spread(num_buckets) if known is None else [num_buckets]:
             chosen = traced_ends(self._ends[:k])
-            cost = problem.epoch_cost(chosen)
+            cost = problem.padded_cost(chosen)
             if best is None or (cost, len(chosen)) < (least, len(best)):
                 least, best = cost, chosen
             compared += k
@@ -204,14 +203,6 @@ class Optimum:
         # With many candidates per bucket, all boundaries are optimized together.
         grid = evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
-
-    @functools.cached_property
-    def _cost_ahead(self) -> np.ndarray | None:
-        return cost_ahead(self._problem) if self._is_small(*_MAX_AHEAD) else None
-
-    def _is_small(self, examples: int, pairs: int) -> bool:
-        total = int(self._problem.below[-1])
-        return total <= examples and total * len(self._problem) <= pairs
 
     def steady_cost(self, num_buckets: int) -> float:
         """Returns the least cost of an epoch if every batch were full.
@@ -294,11 +285,14 @@ def _most_batches(candidates: Candidates, known_cost: float) -> int:
 
 
 def _known_cost(candidates: Candidates, max_buckets: int) -> float:
-    """Returns the cost of an epoch by the best heuristic rule, or in one shape."""
+    """Returns the cost of an epoch by the best heuristic rule, or in one shape.
+
+    No rows are promoted.
+    """
     by_rule = [rule(candidates, max_buckets) for rule in RULES.values()]
-    known = min(map(candidates.epoch_cost, by_rule))
     # The last bucket may be empty if a shorter one holds all examples.
     holds_all = np.flatnonzero(candidates.examples == candidates.examples[-1])
     alone = holds_all if max_buckets > 1 else holds_all[-1:]
-    rows = np.full(len(alone), candidates.examples[-1])
-    return min(known, candidates.sizes.padded_costs(alone, rows).min().item())
+    costs = candidates.sizes.padded_costs
+    known = costs(alone, np.full(len(alone), candidates.examples[-1])).min().item()
+    return min(known, *(costs(x, candidates.counts(x)).sum().item() for x in by_rule))

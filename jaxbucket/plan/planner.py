@@ -18,6 +18,7 @@ from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve_search import plan_curve
+from jaxbucket.plan.flow.epoch import example_counts
 from jaxbucket.plan.joint_plan import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
@@ -239,7 +240,7 @@ def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> Buck
     plan = limits.plan(boundaries)
     if limits.overlong == "error":
         plan.check(lengths)
-    return plan
+    return limits.plan(boundaries, example_counts(plan, lengths))
 
 
 def _chooser(boundaries: str | Chooser) -> Chooser:

@@ -30,6 +30,7 @@ from jaxbucket.base.sizes import (
 )
 from jaxbucket.plan.costs import unit_of
 from jaxbucket.plan.limits import call_user_function, check_batch_size_limits
+from jaxbucket.plan.step_sizes import StepSizes
 
 # (B, mapping from sequence name to T) -> the cost of a step.
 SequenceCostFn: TypeAlias = Callable[[int, Mapping[str, int]], float]
@@ -275,6 +276,22 @@ class SequenceLimits:
         ]
         return np.array(costs, np.float64)
 
+    def sizes(self, seq_lens: np.ndarray, examples: int) -> StepSizes:
+        """Returns the possible numbers of rows of a step of each shape.
+
+        Args:
+          seq_lens: `[n, Q]` int64, the T of each sequence, all of them allowed.
+          examples: the number of examples.
+        """
+        batch_sizes = self.batch_sizes(seq_lens)
+        return StepSizes.of(
+            batch_sizes,
+            lambda shape, rows: self.costs(rows, seq_lens[shape]),
+            np.full_like(batch_sizes, examples),
+            *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
+            is_linear=self.cost_fn is None,
+        )
+
     def check_shapes(self, seq_lens: np.ndarray) -> np.ndarray:
         """Returns the largest B for each shape, `[n]` int64.
 
@@ -308,16 +325,20 @@ class SequenceLimits:
             f"{remedy}, or lower {lower}."
         )
 
-    def plan(self, seq_lens: np.ndarray) -> BucketPlan:
+    def plan(
+        self, seq_lens: np.ndarray, batch_sizes: np.ndarray | None = None
+    ) -> BucketPlan:
         """Returns the plan whose buckets have the given T.
 
         Args:
           seq_lens: `[K, Q]` integers, the T of each sequence.
+          batch_sizes: `[K]` integers, the B; None for the largest.
 
         Raises:
           ValueError: if a bucket cannot hold a single row.
         """
-        batch_sizes = self.check_shapes(seq_lens)
+        most = self.check_shapes(seq_lens)
+        batch_sizes = most if batch_sizes is None else batch_sizes
         shapes = list(self._sizes(seq_lens))
         buckets = sorted(
             (Bucket(b, t) for b, t in zip(batch_sizes.tolist(), shapes, strict=True)),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import numpy as np
 
 from jaxbucket.plan.flow.dominance import fits
@@ -24,63 +21,30 @@ _MAX_NEW = 256
 _SLACK = 1 - 1e-9
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """A lower bound, for all choices of shapes and for those with a certain shape.
+def lower_bound(problem: Search, seq_lens: np.ndarray) -> float:
+    """Returns a lower bound of the cost of an epoch, for all choices of shapes.
 
-    Attributes:
-      cost: the bound.
-      shapes: `[C, Q]` int64, the shapes as indices of T; None if they are too many.
-      with_shape: `[C]` float64, the bound if shape c is chosen.
-    """
-
-    cost: float
-    shapes: np.ndarray | None
-    with_shape: np.ndarray | None
-
-
-def is_small(problem: Search) -> bool:
-    """Returns whether the bound considers every shape whose T are those of points."""
-    sizes = [len(values) for values in problem.points.values]
-    return bool(np.prod(sizes, dtype=np.float64) <= _MAX_SHAPES)
-
-
-def lower_bound(problem: Search, seq_lens: np.ndarray | None) -> Bound:
-    """Returns a lower bound for all choices of shapes.
+    It holds if no B has a lower cost of a row than the largest.
 
     Args:
       problem: the points and prices.
-      seq_lens: `[K, Q]` T of known shapes, if there are any.
+      seq_lens: `[K, Q]` T of known shapes.
     """
-    if is_small(problem):
-        return _complete_bound(problem, seq_lens)
-    if seq_lens is None:
-        return Bound(0.0, None, None)
+    sizes = [len(values) for values in problem.points.values]
+    if np.prod(sizes, dtype=np.float64) <= _MAX_SHAPES:
+        return _safe(problem, _complete_bound(problem, seq_lens))
     bounds = _grouped_bound(problem, seq_lens), _rounded_bound(problem, seq_lens)
-    return Bound(_safe(problem, max(bounds)), None, None)
+    return _safe(problem, max(bounds))
 
 
-def _complete_bound(problem: Search, seq_lens: np.ndarray | None) -> Bound:
-    """Returns a bound from a price for each point."""
+def _complete_bound(problem: Search, seq_lens: np.ndarray) -> float:
+    """Returns a bound from a price for each point, with every possible shape."""
     points = problem.points
     grid = Grid.of(points, [np.arange(len(x)) for x in points.values], problem.pricing)
-    rates = grid.prices.rates
-    relaxation = _relaxation(problem, points, rates)
-    paid = np.full(len(points), rates[np.isfinite(rates)].max(initial=1.0))
-    if seq_lens is not None:
-        paid = _paid(problem, points, seq_lens)
+    relaxation = _relaxation(problem, points, grid.prices.rates)
+    paid = _paid(problem, points, seq_lens)
     prices = relaxation.best_prices(paid, paid, _FIRST_STEPS)
-    collected = relaxation.collected(prices)
-    total = relaxation.total(prices, collected)
-    # Another shape would replace the chosen one that collects least.
-    chosen = relaxation.chosen(collected)
-    free = chosen[chosen != relaxation.fixed]
-    with_shape = np.full(len(rates), np.inf)
-    if free.size:
-        with_shape = total + collected[free].min() - collected
-    with_shape[chosen] = total
-    with_shape[~np.isfinite(rates)] = np.inf
-    return Bound(_safe(problem, total), grid.shapes, _safe(problem, with_shape))
+    return relaxation.total(prices, relaxation.collected(prices))
 
 
 def _grouped_bound(problem: Search, seq_lens: np.ndarray) -> float:
@@ -123,8 +87,8 @@ def _rounded_bound(problem: Search, seq_lens: np.ndarray) -> float:
     return relaxation.total(prices, relaxation.collected(prices))
 
 
-def _safe(problem: Search, bound: Any) -> Any:
-    """Returns a bound, or an array of bounds, without the effect of rounded rates."""
+def _safe(problem: Search, bound: float) -> float:
+    """Returns a bound without the effect of rounded rates."""
     return bound * _SLACK - problem.pricing.unit * problem.points.counts.sum()
 
 

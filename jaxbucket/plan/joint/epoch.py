@@ -25,64 +25,73 @@ _SLACK = 1 - 1e-9
 _CAUTION = 0.0, 0.5, 1.0
 
 
-def epoch_costs(counts: np.ndarray, seq_lens: np.ndarray, prices: Prices) -> np.ndarray:
+def epoch_costs(
+    counts: np.ndarray, seq_lens: np.ndarray, prices: Prices, pricing: Pricing
+) -> np.ndarray:
     """Returns the cost of an epoch with each of several choices of shapes, `[n]`.
 
     Each remainder goes where it is expected to cost least, one after the other. So the
-    cost may be above that of `flow_remainders_between`, but is much faster to compute.
+    cost may be above that of `fitted_between`, but is much faster to compute.
 
     Args:
       counts: `[n, K]` integers, the examples of each shape.
       seq_lens: `[n, K, Q]` integers, the T of each shape, in any order.
       prices: what batches of the shapes hold and cost, `[n, K]` each.
+      pricing: how these prices were computed.
     """
     order = shape_order(seq_lens)
     above = dominates(np.take_along_axis(seq_lens, order[:, :, None], axis=1))
     number = len(_CAUTION)
-    counts, sizes, costs, rates = (
+    counts, *columns = (
         np.tile(np.take_along_axis(column, order, axis=1), (number, 1))
         for column in (counts, *prices)
     )
     above = np.tile(above, (number, 1, 1))
     caution = np.repeat(_CAUTION, len(order))[:, None]
-    flows = _flow_costs(counts, sizes, costs, rates, above, caution)
+    flows = _flow_costs(counts, Prices(*columns), pricing, above, caution)
     return flows.reshape(number, -1).min(axis=0)
 
 
 def _flow_costs(
     counts: np.ndarray,
-    sizes: np.ndarray,
-    costs: np.ndarray,
-    rates: np.ndarray,
+    prices: Prices,
+    pricing: Pricing,
     above: np.ndarray,
     caution: np.ndarray,
 ) -> np.ndarray:
     """Returns the cost of each epoch, `[n]`, from arrays `[n, K]` and `[n, K, K]`.
 
+    A bucket either holds all its rows in the smallest steps, or fills the largest steps
+    and passes on the rest.
+
     Args:
       counts: the examples of each bucket.
-      sizes: the rows of a batch.
-      costs: the cost of a batch.
-      rates: the cost of a row.
+      prices: what batches hold and cost.
+      pricing: how these prices were computed.
       above: whether a bucket dominates another.
       caution: `[n, 1]`, the share of `_CAUTION` of each epoch.
     """
+    sizes, costs, rates, slopes = prices
     rows, total = counts.copy(), np.zeros(len(counts))
     every = np.arange(len(counts))
-    batch_costs, row_costs = caution * costs, (1 - caution) * rates
+
+    def padded_costs(rows: np.ndarray, columns: int | slice) -> np.ndarray:
+        parts = (part[:, columns] for part in (sizes, costs, slopes))
+        return pricing.padded_costs(rows, *parts)
+
     for k in range(counts.shape[1] - 1):
         full, rest = np.divmod(rows[:, k], sizes[:, k])
         later = slice(k + 1, None)
-        # The empty rows of the last batch.
-        room = -rows[:, later] % sizes[:, later]
-        batches = -(-np.maximum(0, rest[:, None] - room) // sizes[:, later])
-        passed = batches * batch_costs[:, later] + rest[:, None] * row_costs[:, later]
+        before, extra = rows[:, later], rest[:, None]
+        more = padded_costs(before + extra, later) - padded_costs(before, later)
+        passed = caution * more + (1 - caution) * extra * rates[:, later]
         passed[~above[:, k, later]] = np.inf
         best = passed.argmin(axis=1)
-        padded = (rest > 0) & (passed[every, best] >= costs[:, k])
-        total += (full + padded) * costs[:, k]
-        rows[every, k + 1 + best] += np.where(padded, 0, rest)
-    return total - (-rows[:, -1] // sizes[:, -1]) * costs[:, -1]
+        alone, filled = padded_costs(rows[:, k], k), full * costs[:, k]
+        is_padded = (rest == 0) | (filled + passed[every, best] >= alone)
+        total += np.where(is_padded, alone, filled)
+        rows[every, k + 1 + best] += np.where(is_padded, 0, rest)
+    return total + padded_costs(rows[:, -1], -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,4 +200,4 @@ class EpochSearch:
         seq_lens = self.points.seq_lens(choices)
         prices = self.pricing(seq_lens.reshape(-1, seq_lens.shape[-1]))
         shaped = Prices(*(column.reshape(counts.shape) for column in prices))
-        return epoch_costs(counts, seq_lens, shaped)
+        return epoch_costs(counts, seq_lens, shaped, self.pricing)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
 import numpy as np
 
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import MAX_LENGTH, check_accumulate, check_positive
+from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
-from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint.bound import Bound, is_small, lower_bound
-from jaxbucket.plan.joint.enumeration import MAX_SHAPES, Enumeration
+from jaxbucket.plan.joint.bound import lower_bound
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import BatchSizesFn, CostsFn, Pricing
 from jaxbucket.plan.joint.search import Search
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
-# With more sets of shapes, not all of them are compared.
-_MAX_SETS = 10_000_000
 # Makes up for rounding errors.
 _SLACK = 1 + 1e-9
 
@@ -38,7 +34,7 @@ class JointShapes:
       lower_bound: no epoch with at most as many shapes as allowed costs less; 0 if it
         was not computed. With more than 65,536 combinations of T, this is about shapes
         whose T are lengths of examples, rounded up.
-      proven: whether `epoch_cost` is proven to be the least possible.
+      proven: whether `epoch_cost` is the lower bound, and so the least possible.
     """
 
     seq_lens: np.ndarray
@@ -58,15 +54,16 @@ def search_shapes(
     max_seq_lens: np.ndarray | None = None,
     must_hold_all: bool = False,
     accumulate: int = 1,
+    batch_size_multiple: int = 1,
+    min_batch_size: int = 1,
     starts: Iterable[np.ndarray] = (),
     with_bound: bool = True,
 ) -> JointShapes:
     """Returns at most K shapes for which an epoch is as cheap as possible.
 
-    Every example is in the cheapest shape that holds it, and remainders flow as in
-    `flow_remainders_between`. Small problems are solved exactly: all sets of shapes are
-    compared, except those that a lower bound excludes. Otherwise this is a local
-    search, and `lower_bound` says how much better any other shapes could be at most.
+    Every example is in the cheapest shape that holds it. B of each shape and remainders
+    are those of `fitted_between`. This is a local search, and `lower_bound` says how
+    much better any other shapes could be at most.
 
     Example: two shapes for four pairs of lengths, by tokens.
       >>> plan = search_shapes(
@@ -90,6 +87,8 @@ def search_shapes(
       must_hold_all: whether one of the shapes must be `max_seq_lens`, so that it holds
         every other example, too.
       accumulate: the number of batches per step, all of the same shape.
+      batch_size_multiple: the number of which every B is a multiple.
+      min_batch_size: the smallest number of rows in a batch.
       starts: the T of shapes that hold all examples, `[K, Q]` each, from which the
         search also starts. The last one is the longest.
       with_bound: whether to compute the lower bound if it does not change the shapes.
@@ -101,7 +100,10 @@ def search_shapes(
     lengths, multiples = _check_lengths(lengths, multiples)
     last = _check_last(lengths, multiples, max_seq_lens)
     points = Points.of(lengths, multiples, last, _MAX_SHAPES)
-    pricing = Pricing(batch_sizes_fn, costs_fn, check_accumulate(accumulate))
+    pricing = Pricing(
+        *(batch_sizes_fn, costs_fn, check_accumulate(accumulate)),
+        *(batch_size_multiple, min_batch_size),
+    )
     if must_hold_all and not np.isfinite(pricing(last[None]).rates[0]):
         raise ValueError(
             f"`max_seq_lens={last.tolist()}` does not fit in a batch, but "
@@ -115,30 +117,18 @@ def search_shapes(
         check_positive("num_buckets", num_buckets),
         must_hold_all,
     )
-    is_complete = math.prod((last // multiples).tolist()) <= _MAX_SHAPES
-    return _solved(problem, is_complete, list(starts), with_bound)
+    return _solved(problem, list(starts), with_bound)
 
 
-def _solved(
-    problem: Search, is_complete: bool, starts: list[np.ndarray], with_bound: bool
-) -> JointShapes:
+def _solved(problem: Search, starts: list[np.ndarray], with_bound: bool) -> JointShapes:
     plans = [_evaluated(problem, x) for x in problem.choices(starts)]
-    plan = min(plans, key=lambda plan: plan.epoch_cost, default=None)
-    is_enumerable = problem.num_buckets <= MAX_SHAPES and is_small(problem)
-    if plan is not None and not with_bound and not is_enumerable:
-        return plan
-    seq_lens = None if plan is None else plan.seq_lens
-    bound, proven = lower_bound(problem, seq_lens), False
-    if is_enumerable:
-        limit = np.inf if plan is None else plan.epoch_cost
-        better, all_compared = _enumerated(problem, bound, limit)
-        plan = plan if better is None else _evaluated(problem, better)
-        # Otherwise, T that are not lengths of examples were not compared.
-        proven = all_compared and is_complete
-    if plan is None:
+    if not plans:
         raise ValueError(_uncovered_message(problem))
-    least = plan.epoch_cost if proven else min(bound.cost, plan.epoch_cost)
-    proven = proven or plan.epoch_cost <= least * _SLACK
+    plan = min(plans, key=lambda plan: plan.epoch_cost)
+    if not with_bound:
+        return plan
+    least = min(lower_bound(problem, plan.seq_lens), plan.epoch_cost)
+    proven = plan.epoch_cost <= least * _SLACK
     return dataclasses.replace(plan, lower_bound=least, proven=proven)
 
 
@@ -150,50 +140,22 @@ def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointShapes:
     lengths = points.seq_lens(points.indices)
     shapes = cheapest(lengths, seq_lens, prices.rates)
     counts = np.bincount(shapes, points.counts, len(seq_lens)).astype(np.int64)
+    sizes = pricing.sizes(seq_lens, int(counts.sum()))
+    above = dominates(seq_lens)
+    rows, cost = fitted_between(sizes, counts, above)
     flow = flow_remainders_between(
-        counts, prices.batch_sizes, prices.costs, dominates(seq_lens)
+        counts, rows, sizes.cost(np.arange(len(rows)), rows), above
     )
     used = flow.counts + flow.carried > 0
     if problem.must_hold_all:
         used[-1] = True
     return JointShapes(
         seq_lens=seq_lens[used],
-        epoch_cost=epoch_cost(flow.batches, prices.costs),
+        epoch_cost=cost,
         steady_cost=float(counts @ prices.rates),
         lower_bound=0.0,
         proven=False,
     )
-
-
-def _enumerated(
-    problem: Search, bound: Bound, limit: float
-) -> tuple[np.ndarray | None, bool]:
-    """Returns the T of cheaper shapes, if there are any, and whether all were compared.
-
-    Args:
-      problem: the points and prices.
-      bound: the lower bound with each of the possible shapes.
-      limit: the cost of known shapes.
-    """
-    if bound.shapes is None or bound.with_shape is None:
-        return None, False
-    promising = bound.with_shape <= limit
-    seq_lens = problem.points.seq_lens(bound.shapes[promising])
-    if math.comb(len(seq_lens), min(problem.num_buckets, len(seq_lens))) > _MAX_SETS:
-        return None, False
-    seq_lens = seq_lens[shape_order(seq_lens)]
-    fixed = np.arange(len(seq_lens))[-int(problem.must_hold_all) or len(seq_lens) :]
-    points = problem.points
-    enumeration = Enumeration(
-        points.seq_lens(points.indices),
-        points.counts,
-        seq_lens,
-        problem.pricing(seq_lens),
-        problem.num_buckets,
-        fixed,
-    )
-    best, _, is_complete = enumeration.best(limit)
-    return None if best is None else seq_lens[best], is_complete
 
 
 def _check_lengths(

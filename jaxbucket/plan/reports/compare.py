@@ -16,7 +16,7 @@ from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.costs import unit_of
 from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.joint_plan import plan_jointly
+from jaxbucket.plan.joint_plan import fitted_plan, plan_jointly
 from jaxbucket.plan.limits import Limits, check_limits, costed
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
@@ -131,7 +131,8 @@ def _rules(lengths: np.ndarray, limits: Limits, num_buckets: int) -> _Rules:
             chosen[name.replace("_", " ")] = rule(candidates, num_buckets)
     chosen[ONE_SHAPE] = RULES["quantile"](candidates, 1)
     plans = {
-        name: limits.plan(candidates.seq_lens[ends]) for name, ends in chosen.items()
+        name: limits.plan(candidates.seq_lens[ends], candidates.counts(ends))
+        for name, ends in chosen.items()
     }
     # Without `min`, rounding errors could raise the bound above the best plan.
     cost = candidates.epoch_cost(chosen[OPTIMAL])
@@ -146,11 +147,11 @@ def _sequence_rules(
     planned = limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
     plans = {OPTIMAL: joint.plan}
     for name, seq_lens in nested_shapes(planned, limits, num_buckets):
-        plans[f"by the {name}"] = limits.plan(seq_lens)
+        plans[f"by the {name}"] = fitted_plan(limits, seq_lens, lengths)
     longest = limits.rounded(planned.max(axis=0))[None]
     # One shape that holds all examples may exceed the limits.
     if limits.batch_sizes(longest)[0] > 0:
-        plans[ONE_SHAPE] = limits.plan(longest)
+        plans[ONE_SHAPE] = fitted_plan(limits, longest, lengths)
     return _Rules(plans, joint.lower_bound, num_buckets, joint.proven)
 
 

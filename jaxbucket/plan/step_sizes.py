@@ -1,0 +1,201 @@
+"""`StepSizes`: how many rows the steps of a shape may have, and what they cost.
+
+The largest B is only a bound. Rows that take s batches of it also fit in s batches of a
+smaller B, which leaves fewer rows empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+# Costs are computed for at most this many B of each shape, and for about this many
+# shapes and B in all. Between these B, they are interpolated.
+_MAX_KNOTS, _MAX_COSTS = 64, 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSizes:
+    """The numbers of rows that a step of each of G shapes may have, and their costs.
+
+    A step of fewer rows than the largest number holds fewer rows, but costs less. The
+    cost is linear between the given numbers of rows.
+
+    Attributes:
+      multiple: numbers of rows are multiples of this number.
+      knots: `[L]` int64, numbers of rows, increasing. The first is the smallest.
+      most: `[G]` int64, the largest number of rows of each shape.
+      costs: `[G, L]`, the cost of a step that holds the rows of each knot, or `most` if
+        that is less; non-decreasing along a row.
+      holders: `[G, L]` int64, the rows of this step, which are more if that costs less.
+    """
+
+    multiple: int
+    knots: np.ndarray
+    most: np.ndarray
+    costs: np.ndarray
+    holders: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        batch_sizes: np.ndarray,
+        costs_fn: Callable[[np.ndarray, np.ndarray], np.ndarray],
+        examples: np.ndarray,
+        multiple: int,
+        min_batch_size: int,
+        accumulate: int,
+        is_linear: bool = False,
+    ) -> StepSizes:
+        """Returns the sizes of G shapes.
+
+        Args:
+          batch_sizes: `[G]` int64, the largest B that the budget allows.
+          costs_fn: `[n]` shapes and `[n]` B -> `[n]`, the cost of a batch.
+          examples: `[G]` int64, the largest number of examples of each shape. No B is
+            larger than these fill.
+          multiple: the number of which every B is a multiple.
+          min_batch_size: the smallest B.
+          accumulate: the number of batches per step, all of the same shape.
+          is_linear: whether costs are linear in B, so that two of them are enough.
+        """
+        smallest = -(-min_batch_size // multiple) * multiple
+        filled = -(-examples // (multiple * accumulate)) * multiple
+        most = np.minimum(batch_sizes, np.maximum(filled, smallest))
+        number = 2 if is_linear else max(2, _MAX_COSTS // max(len(most), 1))
+        knots = _knots(smallest, int(most.max(initial=smallest)), multiple, number)
+        rows = np.minimum(knots, most[:, None])
+        shapes = np.repeat(np.arange(len(most)), len(knots))
+        costs = costs_fn(shapes, rows.ravel()).reshape(rows.shape)
+        # A batch that holds more rows and costs less holds these rows, too.
+        least = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
+        places = np.where(costs <= least, np.arange(len(knots)), len(knots))
+        places = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1]
+        return cls(
+            multiple * accumulate,
+            knots * accumulate,
+            most * accumulate,
+            least * accumulate,
+            np.take_along_axis(rows, places, axis=1) * accumulate,
+        )
+
+    @property
+    def least(self) -> int:
+        """The smallest number of rows of a step."""
+        return int(self.knots[0])
+
+    @property
+    def rows(self) -> np.ndarray:
+        """`[G, L]`: the rows of the steps whose costs are given."""
+        return np.minimum(self.knots, self.most[:, None])
+
+    @functools.cached_property
+    def _slopes(self) -> np.ndarray:
+        """`[G, L]`: the cost of a row between each knot and the previous one."""
+        rows = self.rows
+        width = np.maximum(np.diff(rows, axis=1, prepend=rows[:, :1]), 1)
+        rise = np.diff(self.costs, axis=1, prepend=self.costs[:, :1])
+        return rise // width if rise.dtype.kind == "i" else rise / width
+
+    def row_costs(self) -> np.ndarray:
+        """Returns the cost of a row in steps of the known costs, `[G, L]`."""
+        is_integer = self.costs.dtype.kind == "i"
+        return self.costs // self.rows if is_integer else self.costs / self.rows
+
+    def take(self, index: np.ndarray) -> StepSizes:
+        """Returns the sizes of some of the shapes."""
+        columns = (self.most[index], self.costs[index], self.holders[index])
+        return StepSizes(self.multiple, self.knots, *columns)
+
+    def cost(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Returns the cost of a step of some rows, `[n]`.
+
+        Args:
+          shape: `[n]` integers, the indices of shapes.
+          rows: `[n]` integers, possible numbers of rows of a step of this shape.
+        """
+        upper = np.searchsorted(self.knots, rows)
+        excess = np.minimum(self.knots[upper], self.most[shape]) - rows
+        return self.costs[shape, upper] - self._slopes[shape, upper] * excess
+
+    def holding(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Returns the rows of the cheapest steps that hold some rows, `[n]`."""
+        upper = np.searchsorted(self.knots, rows)
+        is_known = rows == np.minimum(self.knots[upper], self.most[shape])
+        return np.where(is_known, self.holders[shape, upper], rows)
+
+    def padded(
+        self, shape: np.ndarray, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the smallest steps that hold all rows in as few steps as possible.
+
+        Args:
+          shape: `[n]` integers, the indices of shapes.
+          rows: `[n]` integers, the rows to hold.
+
+        Returns:
+          `[n]` integers, the rows of a step; and `[n]` integers, the number of steps.
+        """
+        steps = -(-rows // self.most[shape])
+        size = -(-rows // (np.maximum(steps, 1) * self.multiple)) * self.multiple
+        return np.maximum(size, self.least), steps
+
+    def padded_costs(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Returns the cost of the steps of `padded`, `[n]`."""
+        size, steps = self.padded(shape, rows)
+        return steps * self.cost(shape, size)
+
+    def filled(
+        self, shape: np.ndarray, rows: np.ndarray, most_sizes: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Returns steps without empty rows, whose remainder is promoted.
+
+        The steps are as few as possible for the rows that they hold, and the remainder
+        does not fill another one.
+
+        Args:
+          shape: `[n]` integers, the indices of shapes.
+          rows: `[n]` integers, the rows.
+          most_sizes: for each number of steps, only so many of the largest steps are
+            returned.
+
+        Returns:
+          For every possible size of a step, `[m]`: the index in `shape`, the rows of a
+          step, the number of steps, and whether smaller steps were left out after it.
+        """
+        multiple, parts = self.multiple, []
+        largest = self.most[shape] // multiple
+        full = rows // self.most[shape]
+        # If the rows fill the steps, one number of steps occurs twice.
+        rounded = full + (rows > full * self.most[shape])
+        for steps, is_new in ((full, full > 0), (rounded, rounded > full)):
+            divisor = np.maximum(steps, 1)
+            high = np.minimum(largest, rows // (divisor * multiple))
+            low = np.maximum(
+                self.least // multiple, rows // ((steps + 1) * multiple) + 1
+            )
+            low = np.maximum(low, (steps - 1) * largest // divisor + 1)
+            number = np.clip(high - low + 1, 0, most_sizes) * is_new
+            parent = np.repeat(np.arange(len(rows)), number)
+            start = np.cumsum(number) - number
+            size = high[parent] - np.arange(len(parent)) + start[parent]
+            is_cut = (size > low[parent]) & (size == (high - number + 1)[parent])
+            parts.append((parent, size * multiple, steps[parent], is_cut))
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        parent, size, steps, _ = columns
+        is_rest = np.flatnonzero(rows[parent] > size * steps)
+        parent, size, steps, is_cut = (column[is_rest] for column in columns)
+        return parent, size, steps, is_cut
+
+
+def _knots(least: int, most: int, multiple: int, number: int) -> np.ndarray:
+    """Returns B from the smallest to the largest, at most about `number`, `[L]`."""
+    number = min(number, _MAX_KNOTS, (most - least) // multiple + 1)
+    places = np.geomspace(least, most, number) if number > 1 else np.array([most])
+    if number == (most - least) // multiple + 1:
+        places = np.linspace(least, most, number)
+    knots = np.rint(places / multiple).astype(np.int64) * multiple
+    return np.unique(np.clip(knots, least, most))
