@@ -11,6 +11,7 @@ import hashlib
 import os
 import pathlib
 import stat
+import tempfile
 import time
 import uuid
 
@@ -68,6 +69,22 @@ def write(path: pathlib.Path, body: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_writable(name: str, folder: pathlib.Path) -> None:
+    """Raises a ValueError if no file can be written to a folder, the argument `name`.
+
+    The folder is created if necessary.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(_MAGIC)
+    except OSError as error:
+        raise ValueError(
+            f"`{name}={str(folder)!r}` cannot be written: {error.strerror}. Choose a "
+            "folder that you may write to, on a disk with free space."
+        ) from None
 
 
 def touch(path: pathlib.Path) -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import io
 import json
+import os
 import pathlib
 import pickle
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -268,3 +271,19 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._load(*pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("__main__" if _is_script(module) else module, name)
+
+
+def _is_script(module: str) -> bool:
+    """Returns whether importing a module would run the script of this process again.
+
+    A class of `train.py` is `__main__.Model` in the job, but `train.Model` in a file of
+    `jaxbucket precompile --recipe train:steps`.
+    """
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None or module in sys.modules:
+        return False
+    origin = getattr(importlib.util.find_spec(module), "origin", None) or ""
+    return os.path.realpath(origin) == os.path.realpath(path)
