@@ -75,11 +75,10 @@ def precompile(
 ) -> None:
     """Compile every shape of a plan for the devices of this machine.
 
-    For a job of several processes, start this command in the same way, as many times:
-    its processes connect as those of the job do. The recipe is called with the plan and
-    with ARGUMENTS, the arguments of the job, which follow `--`. The exit status is 1 if
-    a program does not compile, needs more than --memory-gb, or cannot be stored in
-    --cache.
+    For a job of several processes, start as many of this command, in the same way. The
+    recipe is called with the plan and with ARGUMENTS, the arguments of the job, which
+    follow `--`. The exit status is 1 if a program does not compile, needs more than
+    --memory-gb, or cannot be stored in --cache.
     """
     if memory_gb is not None and math.isnan(memory_gb):
         raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
@@ -92,10 +91,8 @@ def precompile(
     from jaxbucket.distributed.processes import Processes
 
     function = load_function(recipe)
-    executables = None
-    if cache is not None:
-        # Every stored executable is checked against the current program.
-        executables = ExecutableCache(cache, verify="all", key=key, max_gb=max_gb)
+    # Every stored executable is checked against the current program.
+    executables = cache and ExecutableCache(cache, "all", key, max_gb)
     with Processes() as processes:
         if xla_cache is not None:
             check_writable("xla_cache", xla_cache)

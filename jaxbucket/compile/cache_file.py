@@ -72,14 +72,10 @@ def write(path: pathlib.Path, body: bytes) -> None:
 
 
 def check_writable(name: str, folder: pathlib.Path) -> None:
-    """Raises a ValueError if no file can be written to a folder, the argument `name`.
-
-    The folder is created if necessary.
-    """
+    """Creates a folder, the argument `name`, or raises a ValueError if it cannot."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(_MAGIC)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(
             f"`{name}={str(folder)!r}` cannot be written: {error.strerror}. Choose a "

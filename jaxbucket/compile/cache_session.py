@@ -6,12 +6,13 @@ lowered for one run, so that the next run need not trace all of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import io
 import json
+import logging
 import os
 import pathlib
 import pickle
@@ -27,6 +28,7 @@ from jax.experimental import serialize_executable
 from jaxbucket.compile import cache_file as files
 from jaxbucket.compile import cache_key as keys
 from jaxbucket.compile.cache_file import BadFileError
+from jaxbucket.compile.cache_miss import why_missing
 from jaxbucket.compile.canonical import digest
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.program import Label, Program
@@ -36,6 +38,8 @@ from jaxbucket.compile.xla_cache import may_lack_code
 _EXECUTABLE, _MANIFEST = ".executable", ".programs"
 # The first bytes of machine code, on Linux and on macOS.
 _OBJECT_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+# Not a warning, which may be an error: after a change of the code nothing is wrong.
+_log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class CacheSession:
@@ -62,9 +66,14 @@ class CacheSession:
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         # The digest sorts keys, so that the order of the programs does not matter.
         by_name = {str(label): args for label, args in self._arguments.items()}
-        self._manifest_name = digest(
-            [self._environment, by_name, keys.tracing(programs)]
-        )
+        environment = digest(self._environment)
+        rest = [by_name, keys.tracing(programs)]
+        self._manifest_name = f"{environment}-{digest(rest)}"
+        self._functions = sorted({program.name for program in programs})
+        facts = self._environment | dict(by_name[min(by_name)]["arguments"])
+        self._facts = {x: f"{x} {y or 'unset'}" for x, y in facts.items()}
+        count = jax.process_count()
+        self._facts["processes"] = f"{count} process{'es' * (count > 1)}"
         self.all_programs = digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[str, str] = {}
@@ -73,6 +82,9 @@ class CacheSession:
         self._with_callbacks: set[Label] = set()
         self._used: set[str] = set()
         self._has_warned = False
+        self._is_miss_new = True
+        if not any(self._folder.glob(f"{environment}-*")):
+            self._explain_miss()
         if cache.verify == "none":
             self._adopt_last_manifest()
 
@@ -104,6 +116,7 @@ class CacheSession:
             _warn(f"{path} {error}. The program is compiled again.")
             return None
         self._use(path)
+        self._is_miss_new = False
         seconds = time.perf_counter() - start
         return executable, dataclasses.replace(
             report, source="loaded", trace_seconds=0.0, load_seconds=seconds
@@ -143,7 +156,12 @@ class CacheSession:
         """Writes the manifest, if all programs have been recorded."""
         if self._hashes.keys() < set(map(str, self._arguments)):
             return
-        body = json.dumps(self._hashes, sort_keys=True).encode()
+        if self._is_miss_new:
+            self._explain_miss()
+        manifest = {"functions": self._functions, "facts": self._facts}
+        body = json.dumps(
+            manifest | {"programs": self._hashes}, sort_keys=True
+        ).encode()
         path = self._manifest_path(body)
         # `verify="none"` uses the most recently used manifest.
         self._use(path)
@@ -153,6 +171,20 @@ class CacheSession:
             is_written = False
         if not is_written:
             self._write(path, body)
+
+    def _explain_miss(self) -> None:
+        """Says once why none of the folder's programs of these functions was found."""
+        self._is_miss_new = False
+        saved = []
+        for path in self._folder.glob(f"*{_MANIFEST}"):
+            with contextlib.suppress(BadFileError):
+                saved.append(json.loads(files.read(path) or b"{}"))
+        saved = [x for x in saved if x.get("functions") == self._functions]
+        # Files of the same programs have been removed, or another process writes them.
+        saved = [x for x in saved if x["programs"] != self._hashes]
+        if saved and jax.process_index() == 0:
+            why = why_missing(saved, self._facts)
+            _log_once(f"{self._folder} has none of this job's programs, only {why}.")
 
     def _use(self, path: pathlib.Path) -> None:
         """Marks a file as used, so that it is not removed."""
@@ -172,7 +204,7 @@ class CacheSession:
             except BadFileError as error:
                 _warn(f"{path} {error}. All programs are traced.")
                 continue
-            hashes = json.loads(body or b"{}")
+            hashes = json.loads(body or b"{}").get("programs")
             if hashes and self._hashes.items() <= hashes.items():
                 self._hashes = hashes
                 self._use(path)
@@ -279,11 +311,9 @@ class _Unpickler(pickle.Unpickler):
 def _is_script(module: str) -> bool:
     """Returns whether importing a module would run the script of this process again.
 
-    A class of `train.py` is `__main__.Model` in the job, but `train.Model` in a file of
+    A class of `train.py` is `__main__.Model` in the job, and `train.Model` in files of
     `jaxbucket precompile --recipe train:steps`.
     """
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    if path is None or module in sys.modules:
-        return False
-    origin = getattr(importlib.util.find_spec(module), "origin", None) or ""
-    return os.path.realpath(origin) == os.path.realpath(path)
+    path, _ = os.path.splitext(getattr(sys.modules["__main__"], "__file__", None) or "")
+    is_loaded = module in sys.modules
+    return not is_loaded and path.endswith(os.sep + module.replace(".", os.sep))

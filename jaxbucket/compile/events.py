@@ -73,23 +73,19 @@ def listen_to_compiles(listener: Callable[[str], None]) -> Callable[[], None]:
     Returns:
       A function that removes the listener.
     """
-    _start()
+    _listen()
     _listeners.append(listener)
     return lambda: _listeners.remove(listener)
 
 
 @functools.cache
-def _start() -> None:
-    """Passes jax's events to `_listeners`, as long as the process lives."""
-    _register()
-
-
-def _register() -> None:
-    # Only jax holds this object, so that it is finalized when another library clears
-    # all of jax's listeners. Then the next one takes its place.
+def _listen() -> None:
+    """Starts to pass jax's events to `_receive`, as long as the process lives."""
+    # Only jax holds this object. So it is finalized if another library clears all of
+    # jax's listeners, and the next one takes its place.
     receiver = functools.partial(_receive)
     jax.monitoring.register_event_duration_secs_listener(receiver)
-    weakref.finalize(receiver, _register).atexit = False
+    weakref.finalize(receiver, _listen.__wrapped__).atexit = False
 
 
 def _receive(event: str, duration_secs: float, **details: Any) -> None:

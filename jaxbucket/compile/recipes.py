@@ -123,9 +123,9 @@ def precompile(
       The report of the programs, and the programs that failed.
 
     Raises:
-      ValueError: if the recipe does not accept these arguments, raises an exception, or
-        returns anything but such triples for all shapes of the plan; or if the folder
-        of `executables` cannot be written.
+      ValueError: if the folder of `executables` cannot be written, or the recipe does
+        not accept these arguments, raises an exception, or returns anything but such
+        triples for all shapes of the plan.
     """
     _check_signature(recipe, arguments)
     start = time.perf_counter()

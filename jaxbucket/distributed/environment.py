@@ -11,7 +11,7 @@ _NUM_PORTS = 2**16
 
 
 class Settings(NamedTuple):
-    """The first arguments of `jax.distributed.initialize`, which finds those of None."""
+    """The first arguments of `jax.distributed.initialize`; None leaves one to jax."""
 
     coordinator_address: Any
     num_processes: Any

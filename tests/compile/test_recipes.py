@@ -17,6 +17,7 @@ from rich.console import Console
 
 import jaxbucket as jb
 from jaxbucket.cli import main
+from jaxbucket.compile import cache_file
 from jaxbucket.compile.recipes import precompile
 from jaxbucket.compile.report import ProgramReport
 
@@ -220,12 +221,31 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
     assert numbers["not_kept"] == []
 
 
-def test_the_command_fails_if_executables_cannot_be_saved(plan):
+@pytest.mark.parametrize("option", ["--cache", "--xla-cache"])
+@pytest.mark.parametrize("folder", ["/proc/new", "plan.json/new", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_named_first(plan, tmp_path, option, folder):
+    folder = tmp_path / folder
+    with jb.compile.count_compiles() as compiles:
+        run = command(
+            *("--recipe", "test_recipes:recipe", "--plan", plan, option, folder)
+        )
+    assert run.exit_code == 1 and not compiles
+    assert run.output.startswith(f"Error: `{option} {folder}` cannot be written: ")
+    assert "Choose a folder that you may write to" in run.output
+
+
+def test_the_command_fails_if_executables_cannot_be_saved(plan, tmp_path, monkeypatch):
+    """For example, because the disk is full after the first check."""
+
+    def write(path, body):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_file, "write", write)
     options = ("--recipe", "test_recipes:recipe", "--plan", plan, "--json")
     with pytest.warns(RuntimeWarning, match="Executables are not saved"):
-        run = command(*options, "--cache", "/proc/cache")
+        run = command(*options, "--cache", tmp_path / "cache")
     assert run.exit_code == 1
-    assert "my_step [2, 16] could not be stored in /proc/cache, so" in run.stderr
+    assert f"my_step [2, 16] could not be stored in {tmp_path}/cache, so" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
@@ -336,6 +356,163 @@ def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
     for name in ("train_step", "eval_step"):
         compiled = json.loads(out.read_text())["compile"][name]
         assert (compiled["ahead"], compiled["later"]) == (0, 0)
+
+
+# A training script with its own model and recipe.
+SCRIPT = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import jaxbucket as jb
+
+def double(x):
+    return 2 * x
+
+class Model(nnx.Module):
+    class Inner(nnx.Module):
+        def __init__(self):
+            self.w, self.function = nnx.Param(jnp.zeros(9)), double
+
+    def __init__(self):
+        self.inner = Model.Inner()
+
+    def __call__(self, x):
+        return self.inner.function(self.inner.w[...][x])
+
+def loss(model, batch, keys):
+    return jnp.sum(model(batch.features["x"]) * batch.mask), batch.num_tokens
+
+def steps(plan):
+    mesh, tx = jb.data_mesh(), optax.sgd(0.1)
+    specs = jb.sharding.batch_specs(plan, {"x": np.zeros(3, int)}, mesh)
+    state = jb.create_state(Model(), tx, mesh)
+    return jb.make_train_step(loss, tx, mesh), state, specs
+
+def train():
+    with open("plan.json") as file:
+        plan = jb.BucketPlan.from_json(file.read())
+    compiled = jb.compile_steps(*steps(plan), executables="cache")
+    return [program.source for program in compiled.report.programs]
+"""
+RUN = """
+if __name__ == "__main__":
+    print(*train())
+"""
+# Connects in one of three ways. Each process becomes the command, or trains.
+RUN_TOGETHER = """
+command = os.environ.get("COMMAND")
+if __name__ == "__main__" and command:
+    os.execv(sys.executable, [sys.executable, *command.split()])
+way = os.environ["WAY"]
+if way != "variables":
+    address, count, index = (
+        os.environ.pop("JAX_" + name)
+        for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+    )
+if way == "initialize":
+    jax.distributed.initialize(address, int(count), int(index))
+elif way == "slurm":
+    os.environ |= {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_NTASKS": count, "SLURM_STEP_NUM_TASKS": count,
+        "SLURM_PROCID": index, "SLURM_LOCALID": index,
+        "JAX_COORDINATOR_PORT": address.rpartition(":")[2],
+    }
+if __name__ == "__main__":
+    with jb.Processes() as processes:
+        sources = train()
+    os.environ["JAX_PROCESS_ID"] = str(processes.index)
+    record(processes.count, *sources)
+"""
+
+
+OPTIONS = "--plan plan.json --cache cache --recipe"
+
+
+@pytest.fixture(name="project")
+def project_fixture(tmp_path, monkeypatch):
+    """The working directory, with a plan for the devices of all processes."""
+    plan = jb.BucketPlan.from_shapes([(16, 4), (8, 8)])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WAY", "variables")
+    return tmp_path
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["variables", "slurm", "initialize"])
+def test_processes_precompile_for_as_many_processes(launch, project, monkeypatch, way):
+    monkeypatch.setenv("WAY", way)
+    command = f"-m jaxbucket precompile {OPTIONS} script:steps --json"
+    monkeypatch.setenv("COMMAND", command)
+    run = launch(SCRIPT + RUN_TOGETHER, devices=2)
+    assert run.status == 0, run.output
+    # Only the first process prints a report.
+    assert "\n".join(run.lines(0)).count('"source": "compiled"') == 2
+    assert "source" not in "\n".join(run.lines(1))
+    monkeypatch.delenv("COMMAND")
+    run = launch(SCRIPT + RUN_TOGETHER, devices=2)
+    assert run.status == 0 and "none of this job" not in run.output, run.output
+    assert [run.recorded(i) for i in range(2)] == [["2 loaded loaded"]] * 2
+
+
+@pytest.mark.exhaustive
+def test_a_job_of_more_processes_says_why_nothing_is_loaded(
+    launch, project, monkeypatch
+):
+    command = f"-m jaxbucket precompile {OPTIONS} script:steps"
+    monkeypatch.setenv("COMMAND", command)
+    run = launch(SCRIPT + RUN_TOGETHER, count=1, devices=2)
+    assert run.status == 0, run.output
+    monkeypatch.delenv("COMMAND")
+    run = launch(SCRIPT + RUN_TOGETHER)
+    assert [run.recorded(i) for i in range(2)] == [["2 compiled compiled"]] * 2
+    reason = f"only 2 programs for 1 process, jax {jax.__version__}, "
+    assert run.output.count(f"cache has none of this job's programs, {reason}") == 1
+    assert run.output.count("; this job has 2 processes, ") == 1
+
+
+@pytest.mark.exhaustive
+def test_all_processes_end_if_one_cannot_precompile(launch, project, monkeypatch):
+    command = f"-m jaxbucket precompile {OPTIONS} script:steps"
+    monkeypatch.setenv("COMMAND", command)
+    fails = "if os.environ['JAX_PROCESS_ID'] == '1': steps = lambda plan: 1 / 0"
+    run = launch(SCRIPT + RUN_TOGETHER + fails)
+    assert run.status != 0 and not list((project / "cache").glob("*"))
+    assert "The recipe raised ZeroDivisionError" in "\n".join(run.lines(1))
+    assert "ZeroDivisionError" in "\n".join(run.lines(0))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job_is_first", [True, False])
+@pytest.mark.parametrize(
+    ("path", "command", "recipe"),
+    [
+        ("train.py", "train.py", "train:steps"),
+        ("train.py", "-m train", "train:steps"),
+        ("package/train.py", "-m package.train", "package.train:steps"),
+        ("package/train.py", "package/train.py", "package.train:steps"),
+    ],
+)
+def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_first):
+    (project / "package").mkdir()
+    (project / path).write_text(SCRIPT + RUN)
+
+    def start(command):
+        run = subprocess.run(
+            [sys.executable, *command.split()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        return run
+
+    if job_is_first:
+        assert start(command).stdout.split() == ["compiled"] * 2
+    start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
+    run = start(command)
+    assert run.stdout.split() == ["loaded"] * 2 and run.stderr == ""
 
 
 def test_print_shows_a_report_as_a_table(monkeypatch):
