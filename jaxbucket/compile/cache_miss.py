@@ -1,13 +1,12 @@
 """Says why a folder of executables has none for a job."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-_MAX_LENGTH, _MAX_FACTS = 60, 4
+_MAX_LENGTH, _MAX_FACTS = 80, 3
 
 
-def why_missing(
-    saved: Sequence[Mapping[str, Mapping[str, str]]], facts: Mapping[str, str]
-) -> str:
+def why_missing(saved: Sequence[Any], facts: Mapping[str, str]) -> str:
     """Returns how a job differs from the most similar of the manifests.
 
     Example:

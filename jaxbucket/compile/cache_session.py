@@ -69,11 +69,12 @@ class CacheSession:
         environment = digest(self._environment)
         rest = [by_name, keys.tracing(programs)]
         self._manifest_name = f"{environment}-{digest(rest)}"
-        self._functions = sorted({program.name for program in programs})
         facts = self._environment | dict(by_name[min(by_name)]["arguments"])
-        self._facts = {x: f"{x} {y or 'unset'}" for x, y in facts.items()}
+        facts = {x: f"{x} {y or 'unset'}" for x, y in facts.items()}
         count = jax.process_count()
-        self._facts["processes"] = f"{count} process{'es' * (count > 1)}"
+        facts["processes"] = f"{count} process{'es' * (count > 1)}"
+        functions = sorted({program.name for program in programs})
+        self._manifest: dict[str, Any] = {"functions": functions, "facts": facts}
         self.all_programs = digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[str, str] = {}
@@ -156,12 +157,10 @@ class CacheSession:
         """Writes the manifest, if all programs have been recorded."""
         if self._hashes.keys() < set(map(str, self._arguments)):
             return
+        self._manifest["programs"] = self._hashes
         if self._is_miss_new:
             self._explain_miss()
-        manifest = {"functions": self._functions, "facts": self._facts}
-        body = json.dumps(
-            manifest | {"programs": self._hashes}, sort_keys=True
-        ).encode()
+        body = json.dumps(self._manifest, sort_keys=True).encode()
         path = self._manifest_path(body)
         # `verify="none"` uses the most recently used manifest.
         self._use(path)
@@ -179,11 +178,11 @@ class CacheSession:
         for path in self._folder.glob(f"*{_MANIFEST}"):
             with contextlib.suppress(BadFileError):
                 saved.append(json.loads(files.read(path) or b"{}"))
-        saved = [x for x in saved if x.get("functions") == self._functions]
-        # Files of the same programs have been removed, or another process writes them.
-        saved = [x for x in saved if x["programs"] != self._hashes]
-        if saved and jax.process_index() == 0:
-            why = why_missing(saved, self._facts)
+        functions = self._manifest["functions"]
+        saved = [x for x in saved if x.get("functions") == functions]
+        # If it has this manifest, files have been removed, or are written right now.
+        if saved and self._manifest not in saved and jax.process_index() == 0:
+            why = why_missing(saved, self._manifest["facts"])
             _log_once(f"{self._folder} has none of this job's programs, only {why}.")
 
     def _use(self, path: pathlib.Path) -> None:

@@ -365,22 +365,16 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from flax import nnx
 import jaxbucket as jb
 
-def double(x):
-    return 2 * x
+def look_up(w, x):
+    return w[x]
 
 class Model(nnx.Module):
-    class Inner(nnx.Module):
-        def __init__(self):
-            self.w, self.function = nnx.Param(jnp.zeros(9)), double
-
     def __init__(self):
-        self.inner = Model.Inner()
-
-    def __call__(self, x):
-        return self.inner.function(self.inner.w[...][x])
+        self.w, self.function = nnx.Param(jnp.zeros(9)), look_up
 
 def loss(model, batch, keys):
-    return jnp.sum(model(batch.features["x"]) * batch.mask), batch.num_tokens
+    y = model.function(model.w[...], batch.features["x"])
+    return jnp.sum(y * batch.mask), batch.num_tokens
 
 def steps(plan):
     mesh, tx = jb.data_mesh(), optax.sgd(0.1)
@@ -473,25 +467,14 @@ def test_a_job_of_more_processes_says_why_nothing_is_loaded(
 
 
 @pytest.mark.exhaustive
-def test_all_processes_end_if_one_cannot_precompile(launch, project, monkeypatch):
-    command = f"-m jaxbucket precompile {OPTIONS} script:steps"
-    monkeypatch.setenv("COMMAND", command)
-    fails = "if os.environ['JAX_PROCESS_ID'] == '1': steps = lambda plan: 1 / 0"
-    run = launch(SCRIPT + RUN_TOGETHER + fails)
-    assert run.status != 0 and not list((project / "cache").glob("*"))
-    assert "The recipe raised ZeroDivisionError" in "\n".join(run.lines(1))
-    assert "ZeroDivisionError" in "\n".join(run.lines(0))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("job_is_first", [True, False])
 @pytest.mark.parametrize(
-    ("path", "command", "recipe"),
+    ("path", "command", "recipe", "job_is_first"),
     [
-        ("train.py", "train.py", "train:steps"),
-        ("train.py", "-m train", "train:steps"),
-        ("package/train.py", "-m package.train", "package.train:steps"),
-        ("package/train.py", "package/train.py", "package.train:steps"),
+        ("train.py", "train.py", "train:steps", False),
+        ("train.py", "train.py", "train:steps", True),
+        ("train.py", "-m train", "train:steps", False),
+        ("package/train.py", "-m package.train", "package.train:steps", False),
+        ("package/train.py", "package/train.py", "package.train:steps", False),
     ],
 )
 def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_first):
@@ -499,20 +482,14 @@ def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_
     (project / path).write_text(SCRIPT + RUN)
 
     def start(command):
-        run = subprocess.run(
-            [sys.executable, *command.split()],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        return run
+        command = [sys.executable, *command.split()]
+        return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
 
     if job_is_first:
-        assert start(command).stdout.split() == ["compiled"] * 2
+        assert start(command).split() == ["compiled"] * 2
     start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
-    run = start(command)
-    assert run.stdout.split() == ["loaded"] * 2 and run.stderr == ""
+    # Without a warning.
+    assert start(command).split() == ["loaded"] * 2
 
 
 def test_print_shows_a_report_as_a_table(monkeypatch):

@@ -514,11 +514,6 @@ def clear():
     jax.monitoring.clear_event_listeners()
 
 
-def clear_twice():
-    clear()
-    clear()
-
-
 def clear_in_a_thread():
     with ThreadPoolExecutor(1) as pool:
         pool.submit(clear).result()
@@ -538,10 +533,7 @@ def clear_between_listeners():
     clear()
 
 
-CLEARS = [
-    *(clear, clear_twice, clear_in_a_thread),
-    *(clear_during_an_event, clear_between_listeners),
-]
+CLEARS = [clear, clear_in_a_thread, clear_during_an_event, clear_between_listeners]
 
 
 @pytest.mark.parametrize("clear_all", CLEARS)
