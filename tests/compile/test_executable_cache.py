@@ -1048,9 +1048,9 @@ def misses(caplog):
         ("no key", {"key": ""}, "key a", "key unset"),
         (
             "shape",
-            {"state": {"w": np.ones(2)}},
-            "['w'] float32[]",
-            "[0]['w'] float32[2]",
+            {"state": {"w": np.ones(1, "f4")}},
+            "[0]['w'] float32[]",
+            "[0]['w'] ",
         ),
         ("code", {"step": make_step(7.0)}, "", None),
     ],

@@ -17,7 +17,6 @@ from rich.console import Console
 
 import jaxbucket as jb
 from jaxbucket.cli import main
-from jaxbucket.compile import cache_file
 from jaxbucket.compile.recipes import precompile
 from jaxbucket.compile.report import ProgramReport
 
@@ -52,6 +51,13 @@ def none(plan):
 
 def nothing(plan):
     return recipe(plan)[0]
+
+
+def calling_python(plan):
+    def my_step(state, batch):
+        return state, jax.debug.callback(lambda x: None, state["w"])
+
+    return my_step, *recipe(plan)[1:]
 
 
 def raising(plan, kind="KeyError"):
@@ -234,18 +240,12 @@ def test_a_folder_that_cannot_be_written_is_named_first(plan, tmp_path, option, 
     assert "Choose a folder that you may write to" in run.output
 
 
-def test_the_command_fails_if_executables_cannot_be_saved(plan, tmp_path, monkeypatch):
-    """For example, because the disk is full after the first check."""
-
-    def write(path, body):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache_file, "write", write)
-    options = ("--recipe", "test_recipes:recipe", "--plan", plan, "--json")
-    with pytest.warns(RuntimeWarning, match="Executables are not saved"):
-        run = command(*options, "--cache", tmp_path / "cache")
+def test_the_command_fails_if_executables_cannot_be_saved(plan, tmp_path):
+    options = ("--recipe", "test_recipes:calling_python", "--plan", plan, "--json")
+    with pytest.warns(RuntimeWarning, match="is not saved to a file"):
+        run = command(*options, "--cache", tmp_path)
     assert run.exit_code == 1
-    assert f"my_step [2, 16] could not be stored in {tmp_path}/cache, so" in run.stderr
+    assert f"my_step [2, 16] could not be stored in {tmp_path}, so" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
@@ -429,7 +429,6 @@ def project_fixture(tmp_path, monkeypatch):
     plan = jb.BucketPlan.from_shapes([(16, 4), (8, 8)])
     (tmp_path / "plan.json").write_text(plan.to_json())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WAY", "variables")
     return tmp_path
 
 
@@ -437,33 +436,20 @@ def project_fixture(tmp_path, monkeypatch):
 @pytest.mark.parametrize("way", ["variables", "slurm", "initialize"])
 def test_processes_precompile_for_as_many_processes(launch, project, monkeypatch, way):
     monkeypatch.setenv("WAY", way)
-    command = f"-m jaxbucket precompile {OPTIONS} script:steps --json"
-    monkeypatch.setenv("COMMAND", command)
-    run = launch(SCRIPT + RUN_TOGETHER, devices=2)
-    assert run.status == 0, run.output
-    # Only the first process prints a report.
-    assert "\n".join(run.lines(0)).count('"source": "compiled"') == 2
-    assert "source" not in "\n".join(run.lines(1))
+    monkeypatch.setenv("COMMAND", f"-m jaxbucket precompile {OPTIONS} script:steps")
+    why = f"only 2 programs for 1 process, jax {jax.__version__}, "
+    for count in (1, 2):
+        run = launch(SCRIPT + RUN_TOGETHER, count=count, devices=2)
+        assert run.status == 0, run.output
+        # Only the first process prints messages and a report.
+        for text in (f"cache has none of this job's programs, {why}", "2 processes, "):
+            assert run.output.count(text) == count - 1
+        assert "train_step" in "\n".join(run.lines(0))
+        assert "train_step" not in "\n".join(run.lines(1))
     monkeypatch.delenv("COMMAND")
     run = launch(SCRIPT + RUN_TOGETHER, devices=2)
     assert run.status == 0 and "none of this job" not in run.output, run.output
     assert [run.recorded(i) for i in range(2)] == [["2 loaded loaded"]] * 2
-
-
-@pytest.mark.exhaustive
-def test_a_job_of_more_processes_says_why_nothing_is_loaded(
-    launch, project, monkeypatch
-):
-    command = f"-m jaxbucket precompile {OPTIONS} script:steps"
-    monkeypatch.setenv("COMMAND", command)
-    run = launch(SCRIPT + RUN_TOGETHER, count=1, devices=2)
-    assert run.status == 0, run.output
-    monkeypatch.delenv("COMMAND")
-    run = launch(SCRIPT + RUN_TOGETHER)
-    assert [run.recorded(i) for i in range(2)] == [["2 compiled compiled"]] * 2
-    reason = f"only 2 programs for 1 process, jax {jax.__version__}, "
-    assert run.output.count(f"cache has none of this job's programs, {reason}") == 1
-    assert run.output.count("; this job has 2 processes, ") == 1
 
 
 @pytest.mark.exhaustive

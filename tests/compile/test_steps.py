@@ -527,13 +527,7 @@ def clear_during_an_event():
     jax.jit(lambda x: x - 7)(np.zeros(2, np.float32))
 
 
-def clear_between_listeners():
-    clear()
-    jax.monitoring.register_event_duration_secs_listener(lambda *args, **details: None)
-    clear()
-
-
-CLEARS = [clear, clear_in_a_thread, clear_during_an_event, clear_between_listeners]
+CLEARS = [clear, clear_in_a_thread, clear_during_an_event]
 
 
 @pytest.mark.parametrize("clear_all", CLEARS)
