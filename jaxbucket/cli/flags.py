@@ -14,6 +14,7 @@ _ARGUMENT = re.compile(r"`(\w+)(?:\['([^'`]+)'\])?(?:=([^`]+))?`")
 _OTHER_NAMES = {
     "measure": {"sequences": "--column"},
     "analyze": {"difficulty_fn": "--metric", "sequences": "--metric length"},
+    "precompile": {"executables": "--cache"},
 }
 
 

@@ -75,32 +75,36 @@ def precompile(
 ) -> None:
     """Compile every shape of a plan for the devices of this machine.
 
-    The recipe is called with the plan and with ARGUMENTS, the arguments of the job,
-    which follow `--`. The exit status is 1 if a program does not compile, needs more
-    than --memory-gb, or cannot be stored in --cache.
+    For a job of several processes, start as many of this command, in the same way. The
+    recipe is called with the plan and with ARGUMENTS, the arguments of the job, which
+    follow `--`. The exit status is 1 if a program does not compile, needs more than
+    --memory-gb, or cannot be stored in --cache.
     """
     if memory_gb is not None and math.isnan(memory_gb):
         raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
     shapes = read_plan(plan)
+    from jaxbucket.compile.cache_file import check_writable
     from jaxbucket.compile.executable_cache import ExecutableCache
     from jaxbucket.compile.recipes import precompile
     from jaxbucket.compile.xla_cache import use_xla_cache
     from jaxbucket.data.lengths.functions import load_function
+    from jaxbucket.distributed.processes import Processes
 
     function = load_function(recipe)
-    if xla_cache is not None:
-        use_xla_cache(xla_cache)
-    executables = None
-    if cache is not None:
-        # Every stored executable is checked against the current program.
-        executables = ExecutableCache(cache, verify="all", key=key, max_gb=max_gb)
-    done = precompile(
-        function, shapes, *arguments, executables=executables, workers=workers
-    )
+    # Every stored executable is checked against the current program.
+    executables = cache and ExecutableCache(cache, "all", key, max_gb)
+    with Processes() as processes:
+        if xla_cache is not None:
+            check_writable("xla_cache", xla_cache)
+            use_xla_cache(xla_cache)
+        done = precompile(
+            function, shapes, *arguments, executables=executables, workers=workers
+        )
     above = [] if memory_gb is None else done.above_memory(memory_gb)
     not_kept = [] if cache is None else done.not_saved()
     checked = {"cache": cache and str(cache), "above": above, "not_kept": not_kept}
-    show(as_json, checked | done.to_dict(), done.report)
+    if processes.index == 0:
+        show(as_json, checked | done.to_dict(), done.report)
     for failure in done.failures:
         click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
     for name in above:

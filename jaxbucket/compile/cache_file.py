@@ -11,6 +11,7 @@ import hashlib
 import os
 import pathlib
 import stat
+import tempfile
 import time
 import uuid
 
@@ -68,6 +69,18 @@ def write(path: pathlib.Path, body: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_writable(name: str, folder: pathlib.Path) -> None:
+    """Creates a folder, the argument `name`, or raises a ValueError if it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"`{name}={str(folder)!r}` cannot be written: {error.strerror}. Choose a "
+            "folder that you may write to, on a disk with free space."
+        ) from None
 
 
 def touch(path: pathlib.Path) -> None:

@@ -43,16 +43,17 @@ def environment(devices: Devices) -> dict[str, Any]:
     """Returns the versions, devices and flags on which executables depend."""
     client = devices[0].client
     return {
+        "processes": jax.process_count(),
+        "process": jax.process_index(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "platform": devices[0].platform,
         "platform_version": client.platform_version,
         "devices": [f"{device.device_kind} {device.id}" for device in devices],
-        "process": [jax.process_index(), jax.process_count()],
         # On CPUs, XLA generates code for the exact processor.
         "processor": _processor() if devices[0].platform == "cpu" else "",
-        "variables": {name: os.environ.get(name, "") for name in _VARIABLES},
-        "flags": compiler_flags(),
+        **{name: os.environ.get(name, "") for name in _VARIABLES},
+        **compiler_flags(),
     }
 
 
@@ -62,9 +63,7 @@ def arguments(program: Program) -> dict[str, Any]:
     return {
         "name": program.name,
         "label": str(program.label),
-        "arguments": [
-            f"{jax.tree_util.keystr(p)}: {_aval(leaf)}" for p, leaf in leaves
-        ],
+        "arguments": [[jax.tree_util.keystr(p), _aval(leaf)] for p, leaf in leaves],
         "constants": _constants(structure),
     }
 

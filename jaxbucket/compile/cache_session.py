@@ -6,13 +6,17 @@ lowered for one run, so that the next run need not trace all of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import io
 import json
+import logging
+import os
 import pathlib
 import pickle
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -24,6 +28,7 @@ from jax.experimental import serialize_executable
 from jaxbucket.compile import cache_file as files
 from jaxbucket.compile import cache_key as keys
 from jaxbucket.compile.cache_file import BadFileError
+from jaxbucket.compile.cache_miss import why_missing
 from jaxbucket.compile.canonical import digest
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.program import Label, Program
@@ -33,6 +38,8 @@ from jaxbucket.compile.xla_cache import may_lack_code
 _EXECUTABLE, _MANIFEST = ".executable", ".programs"
 # The first bytes of machine code, on Linux and on macOS.
 _OBJECT_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+# Not a warning, which may be an error: after a change of the code nothing is wrong.
+_log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class CacheSession:
@@ -59,9 +66,15 @@ class CacheSession:
         self._arguments = {p.label: keys.arguments(p) for p in programs}
         # The digest sorts keys, so that the order of the programs does not matter.
         by_name = {str(label): args for label, args in self._arguments.items()}
-        self._manifest_name = digest(
-            [self._environment, by_name, keys.tracing(programs)]
-        )
+        environment = digest(self._environment)
+        rest = [by_name, keys.tracing(programs)]
+        self._manifest_name = f"{environment}-{digest(rest)}"
+        facts = self._environment | dict(by_name[min(by_name)]["arguments"])
+        facts = {x: f"{x} {y or 'unset'}" for x, y in facts.items()}
+        count = jax.process_count()
+        facts["processes"] = f"{count} process{'es' * (count > 1)}"
+        functions = sorted({program.name for program in programs})
+        self._manifest: dict[str, Any] = {"functions": functions, "facts": facts}
         self.all_programs = digest(list(map(keys.shapes, programs)))
         self._untraced = {id(program.fn) for program in programs}
         self._hashes: dict[str, str] = {}
@@ -70,6 +83,9 @@ class CacheSession:
         self._with_callbacks: set[Label] = set()
         self._used: set[str] = set()
         self._has_warned = False
+        self._is_miss_new = True
+        if not any(self._folder.glob(f"{environment}-*")):
+            self._explain_miss()
         if cache.verify == "none":
             self._adopt_last_manifest()
 
@@ -101,6 +117,7 @@ class CacheSession:
             _warn(f"{path} {error}. The program is compiled again.")
             return None
         self._use(path)
+        self._is_miss_new = False
         seconds = time.perf_counter() - start
         return executable, dataclasses.replace(
             report, source="loaded", trace_seconds=0.0, load_seconds=seconds
@@ -140,7 +157,10 @@ class CacheSession:
         """Writes the manifest, if all programs have been recorded."""
         if self._hashes.keys() < set(map(str, self._arguments)):
             return
-        body = json.dumps(self._hashes, sort_keys=True).encode()
+        self._manifest["programs"] = self._hashes
+        if self._is_miss_new:
+            self._explain_miss()
+        body = json.dumps(self._manifest, sort_keys=True).encode()
         path = self._manifest_path(body)
         # `verify="none"` uses the most recently used manifest.
         self._use(path)
@@ -150,6 +170,20 @@ class CacheSession:
             is_written = False
         if not is_written:
             self._write(path, body)
+
+    def _explain_miss(self) -> None:
+        """Says once why none of the folder's programs of these functions was found."""
+        self._is_miss_new = False
+        saved = []
+        for path in self._folder.glob(f"*{_MANIFEST}"):
+            with contextlib.suppress(BadFileError):
+                saved.append(json.loads(files.read(path) or b"{}"))
+        functions = self._manifest["functions"]
+        saved = [x for x in saved if x.get("functions") == functions]
+        # If it has this manifest, files have been removed, or are written right now.
+        if saved and self._manifest not in saved and jax.process_index() == 0:
+            why = why_missing(saved, self._manifest["facts"])
+            _log_once(f"{self._folder} has none of this job's programs, only {why}.")
 
     def _use(self, path: pathlib.Path) -> None:
         """Marks a file as used, so that it is not removed."""
@@ -169,7 +203,7 @@ class CacheSession:
             except BadFileError as error:
                 _warn(f"{path} {error}. All programs are traced.")
                 continue
-            hashes = json.loads(body or b"{}")
+            hashes = json.loads(body or b"{}").get("programs")
             if hashes and self._hashes.items() <= hashes.items():
                 self._hashes = hashes
                 self._use(path)
@@ -268,3 +302,17 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self._load(*pid)
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("__main__" if _is_script(module) else module, name)
+
+
+def _is_script(module: str) -> bool:
+    """Returns whether importing a module would run the script of this process again.
+
+    A class of `train.py` is `__main__.Model` in the job, and `train.Model` in files of
+    `jaxbucket precompile --recipe train:steps`.
+    """
+    path, _ = os.path.splitext(getattr(sys.modules["__main__"], "__file__", None) or "")
+    is_loaded = module in sys.modules
+    return not is_loaded and path.endswith(os.sep + module.replace(".", os.sep))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ _are_compiles_allowed: ContextVar[bool] = ContextVar(
     "are compiles allowed", default=False
 )
 _last_trace: ContextVar[Trace | None] = ContextVar("last trace", default=None)
+_listeners: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
@@ -71,14 +73,26 @@ def listen_to_compiles(listener: Callable[[str], None]) -> Callable[[], None]:
     Returns:
       A function that removes the listener.
     """
+    _listen()
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
 
-    def listen(event: str, duration_secs: float, **details: Any) -> None:
-        if event == _COMPILE_EVENT:
-            name = _name.get() or str(details.get("fun_name", "?"))
+
+@functools.cache
+def _listen() -> None:
+    """Starts to pass jax's events to `_receive`, as long as the process lives."""
+    # Only jax holds this object. So it is finalized if another library clears all of
+    # jax's listeners, and the next one takes its place.
+    receiver = functools.partial(_receive)
+    jax.monitoring.register_event_duration_secs_listener(receiver)
+    weakref.finalize(receiver, _listen.__wrapped__).atexit = False
+
+
+def _receive(event: str, duration_secs: float, **details: Any) -> None:
+    if event == _COMPILE_EVENT:
+        name = _name.get() or str(details.get("fun_name", "?"))
+        for listener in tuple(_listeners):
             listener(name.removeprefix("jit(").removesuffix(")"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return lambda: jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @contextlib.contextmanager

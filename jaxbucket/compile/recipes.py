@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.compile.agreement import report_failure_to_all
+from jaxbucket.compile.cache_file import check_writable
 from jaxbucket.compile.check_step import check_step, short
 from jaxbucket.compile.executable_cache import ExecutableCache
 from jaxbucket.compile.options import CompileOptions
@@ -122,8 +123,9 @@ def precompile(
       The report of the programs, and the programs that failed.
 
     Raises:
-      ValueError: if the recipe does not accept these arguments, raises an exception, or
-        returns anything but such triples for all shapes of the plan.
+      ValueError: if the folder of `executables` cannot be written, or the recipe does
+        not accept these arguments, raises an exception, or returns anything but such
+        triples for all shapes of the plan.
     """
     _check_signature(recipe, arguments)
     start = time.perf_counter()
@@ -132,6 +134,8 @@ def precompile(
     )
     programs, failures = [], []
     try:
+        if executables is not None:
+            check_writable("executables", pathlib.Path(executables.folder))
         for name, triple in _call(recipe, plan, arguments).items():
             steps = compile_by(options, *triple)
             programs += steps.report.programs

@@ -11,7 +11,7 @@ _NUM_PORTS = 2**16
 
 
 class Settings(NamedTuple):
-    """The first arguments of `jax.distributed.initialize`."""
+    """The first arguments of `jax.distributed.initialize`; None leaves one to jax."""
 
     coordinator_address: Any
     num_processes: Any
@@ -20,6 +20,8 @@ class Settings(NamedTuple):
 
 def read_settings(*values: Any) -> Settings | None:
     """Returns the checked settings, or None if there are none at all.
+
+    In a step of several SLURM tasks, only their number is set.
 
     Args:
       values: one per field of `Settings`. None stands for the environment variable of
@@ -32,7 +34,9 @@ def read_settings(*values: Any) -> Settings | None:
     pairs = zip(values, names.values(), strict=True)
     settings = Settings(*(os.environ.get(n) if x is None else x for x, n in pairs))
     if settings == (None, None, None):
-        return None
+        # The number in a step of `srun`, unlike SLURM_NTASKS, which a whole job has.
+        count = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+        return Settings(None, count, None) if count > 1 else None
     for name, value in settings._asdict().items():
         if value is None:
             raise ValueError(

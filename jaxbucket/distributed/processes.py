@@ -73,9 +73,9 @@ class Processes:
     Args:
       coordinator_address: host:port of process 0. This argument and the next two are
         passed to `jax.distributed.initialize`, unless it has been called before, as it
-        is on clusters that jax recognizes (SLURM, TPU pods). They default to the
-        environment variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-        JAX_PROCESS_ID. Without arguments and variables there is a single process.
+        must be on TPU pods. They default to the environment variables
+        JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and in a step of
+        several SLURM tasks to these tasks. Otherwise there is a single process.
       num_processes: the number of processes.
       process_id: the index of this process.
       timeout: seconds without a heartbeat after which a process counts as lost. It must

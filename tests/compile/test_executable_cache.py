@@ -1032,6 +1032,63 @@ def test_a_full_disk_is_not_an_error(tmp_path, saved):
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+def misses(caplog):
+    """Returns the messages about programs that were not found, and forgets them."""
+    messages = [x for x in caplog.messages if "none of this job's programs" in x]
+    caplog.clear()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "old", "new"),
+    [
+        ("version", {}, "", "jax 0.0.1"),
+        ("flags", {}, "", "XLA_FLAGS --xla_dump_to="),
+        ("key", {"key": "b"}, "key a", "key b"),
+        ("no key", {"key": ""}, "key a", "key unset"),
+        (
+            "shape",
+            {"state": {"w": np.ones(1, "f4")}},
+            "[0]['w'] float32[]",
+            "[0]['w'] ",
+        ),
+        ("code", {"step": make_step(7.0)}, "", None),
+    ],
+)
+def test_a_job_without_any_of_its_programs_says_why_once(
+    folder, monkeypatch, caplog, name, options, old, new
+):
+    if name == "version":
+        monkeypatch.setattr(jax, "__version__", "0.0.1")
+    if name == "flags":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=")
+    start(folder, **{"key": "a", **options})
+    (message,) = misses(caplog)
+    why = "their code or settings differ" if new is None else f"this job has {new}"
+    had = f"3 programs for 1 process, jax {jax.version.__version__}"
+    assert message.startswith(f"{folder} has none of this job's programs, only {had}")
+    assert old in message.partition(";")[0] and f"; {why}" in message
+    # Now they are there.
+    start(folder, **{"key": "a", **options})
+    assert not misses(caplog)
+
+
+def test_nothing_is_said_if_programs_are_found_or_were_never_saved(folder, caplog):
+    start(folder, key="a")
+    others = jb.BucketPlan.from_shapes([(8, 4), (4, 32)])
+    specs = jb.sharding.batch_specs(others, EXAMPLE, MESH)
+    # One of two buckets is found.
+    assert start(folder, specs=specs, key="a")[1] == 1
+    # Another function, an empty folder, and files that were removed.
+    step = jax.jit(lambda state, batch: (state, {"loss": state["w"]}))
+    start(folder, step, key="b")
+    start(folder / "empty", key="c")
+    for path in executables(folder):
+        path.unlink()
+    start(folder, key="a")
+    assert not misses(caplog)
+
+
 def test_the_least_recently_used_files_are_removed_first(tmp_path):
     for number, factor in enumerate((1.0, 2.0, 3.0)):
         start(tmp_path, make_step(factor))

@@ -53,6 +53,13 @@ def nothing(plan):
     return recipe(plan)[0]
 
 
+def calling_python(plan):
+    def my_step(state, batch):
+        return state, jax.debug.callback(lambda x: None, state["w"])
+
+    return my_step, *recipe(plan)[1:]
+
+
 def raising(plan, kind="KeyError"):
     errors = {"SystemExit": SystemExit(7), "KeyboardInterrupt": KeyboardInterrupt()}
     raise errors.get(kind) or KeyError("no such model" + "\nmore" * 300)
@@ -220,12 +227,25 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
     assert numbers["not_kept"] == []
 
 
-def test_the_command_fails_if_executables_cannot_be_saved(plan):
-    options = ("--recipe", "test_recipes:recipe", "--plan", plan, "--json")
-    with pytest.warns(RuntimeWarning, match="Executables are not saved"):
-        run = command(*options, "--cache", "/proc/cache")
+@pytest.mark.parametrize("option", ["--cache", "--xla-cache"])
+@pytest.mark.parametrize("folder", ["/proc/new", "plan.json/new", "x" * 300])
+def test_a_folder_that_cannot_be_written_is_named_first(plan, tmp_path, option, folder):
+    folder = tmp_path / folder
+    with jb.compile.count_compiles() as compiles:
+        run = command(
+            *("--recipe", "test_recipes:recipe", "--plan", plan, option, folder)
+        )
+    assert run.exit_code == 1 and not compiles
+    assert run.output.startswith(f"Error: `{option} {folder}` cannot be written: ")
+    assert "Choose a folder that you may write to" in run.output
+
+
+def test_the_command_fails_if_executables_cannot_be_saved(plan, tmp_path):
+    options = ("--recipe", "test_recipes:calling_python", "--plan", plan, "--json")
+    with pytest.warns(RuntimeWarning, match="is not saved to a file"):
+        run = command(*options, "--cache", tmp_path)
     assert run.exit_code == 1
-    assert "my_step [2, 16] could not be stored in /proc/cache, so" in run.stderr
+    assert f"my_step [2, 16] could not be stored in {tmp_path}, so" in run.stderr
     assert len(json.loads(run.stdout)["not_kept"]) == 3
 
 
@@ -336,6 +356,126 @@ def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
     for name in ("train_step", "eval_step"):
         compiled = json.loads(out.read_text())["compile"][name]
         assert (compiled["ahead"], compiled["later"]) == (0, 0)
+
+
+# A training script with its own model and recipe.
+SCRIPT = """
+import os, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from flax import nnx
+import jaxbucket as jb
+
+def look_up(w, x):
+    return w[x]
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w, self.function = nnx.Param(jnp.zeros(9)), look_up
+
+def loss(model, batch, keys):
+    y = model.function(model.w[...], batch.features["x"])
+    return jnp.sum(y * batch.mask), batch.num_tokens
+
+def steps(plan):
+    mesh, tx = jb.data_mesh(), optax.sgd(0.1)
+    specs = jb.sharding.batch_specs(plan, {"x": np.zeros(3, int)}, mesh)
+    state = jb.create_state(Model(), tx, mesh)
+    return jb.make_train_step(loss, tx, mesh), state, specs
+
+def train():
+    with open("plan.json") as file:
+        plan = jb.BucketPlan.from_json(file.read())
+    compiled = jb.compile_steps(*steps(plan), executables="cache")
+    return [program.source for program in compiled.report.programs]
+"""
+RUN = """
+if __name__ == "__main__":
+    print(*train())
+"""
+# Connects in one of three ways. Each process becomes the command, or trains.
+RUN_TOGETHER = """
+command = os.environ.get("COMMAND")
+if __name__ == "__main__" and command:
+    os.execv(sys.executable, [sys.executable, *command.split()])
+way = os.environ["WAY"]
+if way != "variables":
+    address, count, index = (
+        os.environ.pop("JAX_" + name)
+        for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+    )
+if way == "initialize":
+    jax.distributed.initialize(address, int(count), int(index))
+elif way == "slurm":
+    os.environ |= {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_NTASKS": count, "SLURM_STEP_NUM_TASKS": count,
+        "SLURM_PROCID": index, "SLURM_LOCALID": index,
+        "JAX_COORDINATOR_PORT": address.rpartition(":")[2],
+    }
+if __name__ == "__main__":
+    with jb.Processes() as processes:
+        sources = train()
+    os.environ["JAX_PROCESS_ID"] = str(processes.index)
+    record(processes.count, *sources)
+"""
+
+
+OPTIONS = "--plan plan.json --cache cache --recipe"
+
+
+@pytest.fixture(name="project")
+def project_fixture(tmp_path, monkeypatch):
+    """The working directory, with a plan for the devices of all processes."""
+    plan = jb.BucketPlan.from_shapes([(16, 4), (8, 8)])
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["variables", "slurm", "initialize"])
+def test_processes_precompile_for_as_many_processes(launch, project, monkeypatch, way):
+    monkeypatch.setenv("WAY", way)
+    monkeypatch.setenv("COMMAND", f"-m jaxbucket precompile {OPTIONS} script:steps")
+    why = f"only 2 programs for 1 process, jax {jax.__version__}, "
+    for count in (1, 2):
+        run = launch(SCRIPT + RUN_TOGETHER, count=count, devices=2)
+        assert run.status == 0, run.output
+        # Only the first process prints messages and a report.
+        for text in (f"cache has none of this job's programs, {why}", "2 processes, "):
+            assert run.output.count(text) == count - 1
+        assert "train_step" in "\n".join(run.lines(0))
+        assert "train_step" not in "\n".join(run.lines(1))
+    monkeypatch.delenv("COMMAND")
+    run = launch(SCRIPT + RUN_TOGETHER, devices=2)
+    assert run.status == 0 and "none of this job" not in run.output, run.output
+    assert [run.recorded(i) for i in range(2)] == [["2 loaded loaded"]] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("path", "command", "recipe", "job_is_first"),
+    [
+        ("train.py", "train.py", "train:steps", False),
+        ("train.py", "train.py", "train:steps", True),
+        ("train.py", "-m train", "train:steps", False),
+        ("package/train.py", "-m package.train", "package.train:steps", False),
+        ("package/train.py", "package/train.py", "package.train:steps", False),
+    ],
+)
+def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_first):
+    (project / "package").mkdir()
+    (project / path).write_text(SCRIPT + RUN)
+
+    def start(command):
+        command = [sys.executable, *command.split()]
+        return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
+
+    if job_is_first:
+        assert "compiled compiled\n" in start(command)
+    start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
+    output = start(command)
+    assert "loaded loaded\n" in output and "Warning" not in output
 
 
 def test_print_shows_a_report_as_a_table(monkeypatch):

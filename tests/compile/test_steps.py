@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 import jax
@@ -507,6 +508,41 @@ def test_count_compiles_stops_when_the_block_fails():
         raise KeyError
     jax.jit(fivefold)(np.zeros(2, np.float32))
     assert not compiles
+
+
+def clear():
+    jax.monitoring.clear_event_listeners()
+
+
+def clear_in_a_thread():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(clear).result()
+
+
+def clear_during_an_event():
+    """As a listener of another library, in the middle of a compilation."""
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda *args, **details: clear()
+    )
+    jax.jit(lambda x: x - 7)(np.zeros(2, np.float32))
+
+
+CLEARS = [clear, clear_in_a_thread, clear_during_an_event]
+
+
+@pytest.mark.parametrize("clear_all", CLEARS)
+def test_compilations_are_counted_after_another_library_clears_listeners(clear_all):
+    def sixfold(x):
+        return 6 * x
+
+    with jb.compile.count_compiles() as outer:
+        jax.jit(sixfold)(np.zeros(2, np.float32))
+        with jb.compile.count_compiles() as inner:
+            clear_all()
+            jax.jit(sixfold)(np.zeros(3, np.float32))
+        jax.jit(sixfold)(np.zeros(4, np.float32))
+    jax.jit(sixfold)(np.zeros(5, np.float32))
+    assert (outer["sixfold"], inner["sixfold"]) == (3, 1)
 
 
 # Concurrent compilation, and an opening bucket
@@ -1206,6 +1242,22 @@ def test_on_compile_may_raise_or_ignore():
             ):
                 call()
         del steps
+
+
+@pytest.mark.parametrize("clear_all", CLEARS)
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_guards_outlive_the_listeners_that_another_library_clears(
+    clear_all, comes_first
+):
+    step, _ = slow_to_trace(f"guarded_after_{clear_all.__name__}_{comes_first}")
+    if not comes_first:
+        clear_all()
+    steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
+    if comes_first:
+        clear_all()
+    with pytest.raises(RuntimeError, match=f"XLA compiled `{step.__name__}` again"):
+        step(small_state(), small_batch(jb.Bucket(3, 5)))
+    assert len(steps) == len(SMALL)
 
 
 @pytest.mark.exhaustive

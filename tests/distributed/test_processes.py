@@ -11,6 +11,7 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket.distributed import processes as module
+from jaxbucket.distributed.environment import read_settings
 
 TIMEOUT = 4.0
 
@@ -79,6 +80,22 @@ def test_settings_from_the_environment_are_checked(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "two")
     with pytest.raises(ValueError, match="`process_id='two'` is not an integer"):
         jb.Processes()
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "4"}, (None, 4, None)),
+        ({"SLURM_STEP_NUM_TASKS": "1"}, None),
+        # The batch script of a job, or a shell in it, is not one of its tasks.
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, None),
+    ],
+)
+def test_the_tasks_of_a_slurm_step_are_counted(monkeypatch, variables, settings):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert read_settings(None, None, None) == settings
+    assert read_settings("host:1", 2, 1) == ("host:1", 2, 1)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
@@ -259,6 +276,7 @@ DIFFERENCES = {
 }
 TOGETHER = """
 from jaxbucket.distributed import processes as module
+from jaxbucket.distributed.environment import read_settings
 
 def agree(change):
     module.__version__ = jb.__version__
