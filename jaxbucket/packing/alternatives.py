@@ -23,6 +23,7 @@ from jaxbucket.packing.row_choice import RowChoice
 from jaxbucket.packing.row_search import RowSearch
 from jaxbucket.packing.rows import check_cap, check_longest, check_seq_lens
 from jaxbucket.packing.separation import log_variance, separation
+from jaxbucket.packing.sequences import MAX_CAPACITY
 from jaxbucket.packing.shape_search import ShapeSearch
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.joint_plan import plan_sequences
@@ -32,6 +33,10 @@ from jaxbucket.plan.reports.epoch import Report, report
 from jaxbucket.plan.sequence_limits import SequenceLimits
 
 _Limits = TypeVar("_Limits", Limits, SequenceLimits)
+_Choice = TypeVar("_Choice", bound=RowChoice)
+# Rows may be longer than the longest example by this factor, if they save this share of
+# the cost.
+_MAX_FACTOR, _MIN_SAVING = 4, 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,12 +175,24 @@ def length_alternatives(
     limits = dataclasses.replace(limits, overlong="error")
     check_seq_lens(limits.longest(kept))
     values, counts = value_counts(kept)
-    search = RowSearch(
-        *(values, counts, int(kept.max())),
-        *(limits, options.packed_limits(limits)),
-        check_cap(options.max_segments_per_row),
-        *(options.block_sparse, options.max_padding, options.mixing),
-    )
+
+    def search_within(limits: Limits) -> RowSearch:
+        return RowSearch(
+            *(values, counts, int(kept.max())),
+            *(limits, options.packed_limits(limits)),
+            check_cap(options.max_segments_per_row),
+            *(options.block_sparse, options.max_padding, options.mixing),
+        )
+
+    search = search_within(limits)
+    several = search.fuller(search.search(options.num_buckets))
+    factor = _longer_by(limits, np.array([search.last]), several)
+    if last is None and factor > 1:
+        longer = search_within(
+            dataclasses.replace(limits, max_seq_len=factor * search.last)
+        )
+        choice = longer.fuller(longer.search(options.num_buckets))
+        several = _longer_if_better(several, choice, options)
     # Padded rows gain nothing from a T beyond the longest length.
     tight = dataclasses.replace(limits, max_seq_len=None)
     padded = plan_within(kept, tight, options.num_buckets, "optimal")
@@ -184,12 +201,36 @@ def length_alternatives(
         *(values * counts, padded.batch_sizes, log_variance(values, counts)),
     )
     return Alternatives(
-        several=search.fuller(search.search(options.num_buckets)),
+        several=several,
         single=search.fuller(search.packed((search.last,))),
         padded=padded,
         separation=separated,
         epoch=report(padded, kept),
     )
+
+
+def _longer_by(limits: Any, longest: np.ndarray, choice: RowChoice) -> int:
+    """Returns a factor for longer rows: what the budget allows, 1 if none can save.
+
+    Args:
+      limits: the limits of all rows.
+      longest: `[1]` or `[1, Q]` integers, the T of the longest row.
+      choice: the packed rows that are no longer than this.
+    """
+    if choice.padding <= _MIN_SAVING:
+        return 1
+    factors = range(min(_MAX_FACTOR, MAX_CAPACITY // int(longest.max())), 1, -1)
+    return next((x for x in factors if limits.batch_sizes(x * longest)[0] > 0), 1)
+
+
+def _longer_if_better(choice: _Choice, longer: _Choice, options: RowOptions) -> _Choice:
+    """Returns the rows that may be longer if they save enough.
+
+    Longer rows take more memory for attention, which a cost may not count.
+    """
+    cost, other = (x.weighted_cost(options.mixing) for x in (choice, longer))
+    saves = options.rank(longer) < options.rank(choice)
+    return longer if saves and other < cost * (1 - _MIN_SAVING) else choice
 
 
 def sequence_alternatives(
@@ -205,19 +246,32 @@ def sequence_alternatives(
     last = dict(zip(names, longest, strict=True)) if limits.truncates else None
     # These were applied already, and do not apply to packed rows.
     limits = dataclasses.replace(limits, overlong="error", max_ratio=None)
-    search = ShapeSearch(
-        kept,
-        options.packed_limits(limits),
-        options.max_segments_per_row,
-        *(options.block_sparse, options.max_padding, options.mixing),
-    )
+
+    def search_within(limits: SequenceLimits) -> ShapeSearch:
+        return ShapeSearch(
+            kept,
+            options.packed_limits(limits),
+            options.max_segments_per_row,
+            *(options.block_sparse, options.max_padding, options.mixing),
+        )
+
+    search = search_within(limits)
+    several = search.search(options.num_buckets)
+    factor = _longer_by(limits, np.array([search.last]), several)
+    if limits.max_seq_len is None and factor > 1:
+        longest = (factor * np.array(search.last)).tolist()
+        longer = dict(zip(names, longest, strict=True))
+        choice = search_within(dataclasses.replace(limits, max_seq_len=longer))
+        several = _longer_if_better(
+            several, choice.search(options.num_buckets), options
+        )
     tight = dataclasses.replace(limits, max_seq_len=last)
     padded = plan_sequences(parts, tight, options.num_buckets)
     totals = kept.sum(axis=1, dtype=np.int64)
     variance = log_variance(totals, np.ones_like(totals))
     buckets = padded.assign(parts).astype(np.int64)
     return Alternatives(
-        several=search.search(options.num_buckets),
+        several=several,
         single=search.packed([search.last]),
         padded=padded,
         separation=separation(

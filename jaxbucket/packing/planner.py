@@ -81,10 +81,11 @@ def plan_packing(
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
       max_tokens: the maximum B * T of a global batch, padding included; or a function
         from T to this maximum. With several sequences, as for `plan_buckets`.
-      max_seq_len: the maximum T of packed rows; by default the longest length, rounded
-        up. Rows may be shorter, but hold the longest of these lengths. Padded rows are
-        never longer than the longest length, rounded up. With several sequences, one
-        number for all or a mapping.
+      max_seq_len: the maximum T of packed rows. Rows may be shorter, but hold the
+        longest of these lengths. By default, T is the longest length, rounded up, or up
+        to four times this, within `max_tokens`, if that saves at least 5% of the cost.
+        Padded rows are never longer than the longest length, rounded up. With several
+        sequences, one number for all or a mapping.
       num_buckets: the maximum number of buckets.
       pack: "auto" for the cheaper rows, "always" for packed or "never" for padded rows.
       cost_fn: `(batch_size, seq_len)` -> cost of a step; by default its tokens. It is

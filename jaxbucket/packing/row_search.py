@@ -17,7 +17,7 @@ from jaxbucket.packing.rows import Packing, from_patterns
 from jaxbucket.packing.separation import log_variance, separation
 from jaxbucket.plan.flow.remainder import flow_remainders
 from jaxbucket.plan.histogram import grouped
-from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.limits import Limits, costed
 
 # The ratio between neighboring T of the first grid. Refinements use smaller ratios.
 _RATIO = math.sqrt(2)
@@ -215,7 +215,8 @@ class RowSearch:
             np.bincount(bucket, x, size)
             for x in (number, number * slots, number * squares)
         )
-        plan = self.limits.plan(seq_lens)
+        rows = rows.astype(np.int64)
+        plan = self.limits.plan(seq_lens, rows)
         costs = plan.costs
         if self.block_sparse:
             share = pairs / np.maximum(rows, 1) / np.square(plan.boundaries)
@@ -223,11 +224,10 @@ class RowSearch:
             costs = np.array(self._sparse_costs(plan, share))
         if padded_up_to:
             alone = seq_lens.index(padded_up_to) + 1
-            padded_costs = self.padded_limits.plan(seq_lens).costs
+            padded_costs = costed(plan, self.padded_limits.cost_fn).costs
             costs = np.concatenate([padded_costs[:alone], costs[alone:]])
         if self.block_sparse or padded_up_to:
             plan = dataclasses.replace(plan, step_costs=tuple(costs.tolist()))
-        rows = rows.astype(np.int64)
         flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
         return PatternChoice(
             seq_lens=seq_lens,

@@ -18,7 +18,7 @@ from jaxbucket.base.checks import check_positive
 # Packers store a bit for every position of a row, or several numbers if a row has
 # several sequences.
 MAX_ROW = 1 << 26
-_MAX_CAPACITY = 1 << 20
+MAX_CAPACITY = 1 << 20
 
 
 def check_capacities(
@@ -51,9 +51,9 @@ def check_capacities(
     for name, column in parts.items():
         argument = f"max_seq_len[{name!r}]"
         checked[name] = capacity = check_positive(argument, capacities[name])
-        if capacity > _MAX_CAPACITY:
+        if capacity > MAX_CAPACITY:
             raise ValueError(
-                f"`{argument}={capacity}` exceeds {_MAX_CAPACITY}. Use shorter rows."
+                f"`{argument}={capacity}` exceeds {MAX_CAPACITY}. Use shorter rows."
             )
         if np.any(column > capacity):
             example = int(np.argmax(column > capacity))

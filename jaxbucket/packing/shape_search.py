@@ -24,6 +24,7 @@ from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.joint_plan import with_batch_sizes
 from jaxbucket.plan.sequence_limits import SequenceLimits
 
 # The ratio between neighboring shapes of the first grid. Refinements use smaller ones.
@@ -272,15 +273,22 @@ class ShapeSearch:
           rows: the rows of a sample of the examples.
           scale: the number of examples by that of the sample.
         """
-        plan, size = self._limits.plan(np.array(shapes, np.int64)), len(shapes)
+        size = len(shapes)
+
+        def counts(plan: BucketPlan, each: np.ndarray) -> np.ndarray:
+            index = plan.assign(rows.lengths).astype(np.int64)
+            return np.bincount(index, rows.numbers * each, size) * scale
+
+        def whole(plan: BucketPlan) -> np.ndarray:
+            numbers = counts(plan, np.ones(len(rows.numbers)))
+            return np.ceil(numbers - 1e-9).astype(np.int64)
+
+        plan = self._limits.plan(np.array(shapes, np.int64))
+        plan = with_batch_sizes(self._limits, plan, whole)
         if self._block_sparse:
             plan = self._sparse(plan, rows)
         index = plan.assign(rows.lengths).astype(np.int64)
-        numbers, segments = (
-            np.bincount(index, x, size) * scale
-            for x in (rows.numbers, rows.numbers * rows.segments)
-        )
-        numbers = np.ceil(numbers - 1e-9).astype(np.int64)
+        numbers, segments = whole(plan), counts(plan, rows.segments)
         flow = epoch_flow(plan, numbers, "cheapest")
         totals = rows.lengths.sum(axis=1)
         longest = np.zeros_like(plan.seq_lens)
