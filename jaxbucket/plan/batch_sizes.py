@@ -27,7 +27,8 @@ def fitted(
 
     Example: 5 rows of T = 4 take two steps of at most 4 rows, and 3 rows are enough.
       >>> rows = np.array([1, 4])
-      >>> fitted(StepSizes(1, rows, rows[-1:], costs=4 * rows[None], holders=rows[None]), [5])
+      >>> sizes = StepSizes(1, rows, rows[1:], 4 * rows[None], holders=rows[None])
+      >>> fitted(sizes, [5])
       (array([3]), 24)
 
     Args:

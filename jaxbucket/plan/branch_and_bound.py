@@ -153,11 +153,11 @@ class Search:
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields chunks of pairs of a state and an end after it, `[n]` and `[n]`.
 
-        The number of rows of a bucket is a difference of two terms: the rows of the
+        The rows of a bucket are at least a difference of two terms: the rows of the
         examples that are left, which do not depend on the end, and the rows of those
-        after the end, which do not depend on the state. A block of ends is skipped if its bound reaches
-        the limit. This bound uses the rate of the first end, the lowest in the block,
-        and the least cost after any end of the block.
+        after the end, which do not depend on the state. A block of ends is skipped if
+        its bound reaches the limit. This bound uses the rate of the first end, the
+        lowest in the block, and the least cost after any end of the block.
         """
         blocks, lasts = self.blocks, self.blocks[:, -1]
         rates = np.append(self.problem.rates, 0)

@@ -69,10 +69,10 @@ def plan_jointly(
 ) -> JointPlan:
     """Returns a plan for examples with several sequences, planned in all of them.
 
-    `plan_buckets` returns the same plan, without the bound on its cost. The buckets come
-    from a local search, which minimizes the cost of an epoch, remainders included; and a
-    bound, from a relaxation of the problem, says how much cheaper any other plan could
-    be.
+    `plan_buckets` returns the same plan, without the bound on its cost. The buckets
+    come from a local search, which minimizes the cost of an epoch, remainders included;
+    and a bound, from a relaxation of the problem, says how much cheaper any other plan
+    could be.
 
     Example:
       >>> lengths = {"source": [2, 8, 3, 8], "target": [8, 2, 7, 8]}

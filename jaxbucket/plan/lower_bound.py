@@ -124,9 +124,9 @@ def lower_bounds(
 
     Returns:
       For k = 0 to `num_buckets`, a `[G + 1]` int64 array: entry j bounds the cost of
-      the examples longer than candidate j - 1 in at most k buckets. Entry G is 0, because
-      no examples are left. And for k = 1 to `num_buckets`, a `[G]` array: entry j is
-      the candidate at which the first of these buckets ends.
+      the examples longer than candidate j - 1 in at most k buckets. Entry G is 0,
+      because no examples are left. And for k = 1 to `num_buckets`, a `[G]` array: entry
+      j is the candidate at which the first of these buckets ends.
     """
     no_buckets = np.full(len(problem) + 1, INFINITE, np.int64)
     no_buckets[-1] = 0

@@ -27,8 +27,8 @@ from jaxbucket.plan.lower_bound import (
 # together. No wider search starts after the soft limit, and a search stops at the hard
 # limit. This takes about two seconds on one core, bounds included.
 _SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
-# After this many, no wider search starts if the last one found no choice that costs less
-# than this share of the previous one.
+# After this many, no wider search starts if the last one found no choice that costs
+# less than this share of the previous one.
 _UNPROVEN_PAIRS, _HARDLY_LESS = 5_000_000, 1 - 1e-5
 # The same limits for all numbers of buckets together. After the soft limit, only narrow
 # searches run, and after the hard limit, none.
@@ -91,7 +91,7 @@ class Optimum:
         if max_buckets > _FEW_BUCKETS:
             max_buckets = min(max_buckets, _most_batches(useful, known_cost))
         # The last candidate is required even if a batch of it costs far more than a
-        # known epoch. Its exact cost does not matter then, and the others need the bits.
+        # known epoch. Its exact cost does not matter then, but the bits of others do.
         ceiling = min(_MAX_RATIO * known_cost, useful.costs.max().item())
         sizes = useful.sizes
         sizes = dataclasses.replace(sizes, costs=sizes.costs.clip(max=ceiling))

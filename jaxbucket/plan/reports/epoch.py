@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,9 @@ from jaxbucket.plan.flow.remainder import (
 )
 from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_name
 
+# A limit is wasteful if all batches are smaller by this factor, or if it causes this
+# share of the positions of an epoch.
+_MUCH_LESS, _MUCH = 2, 0.1
 # The fields about examples that are left out or changed; `_changes` returns the first.
 _CHANGES = (
     *("dropped_examples", "filtered_examples"),
@@ -117,7 +121,28 @@ def report(
         split_examples=split,
         chunks=split + full,
         sequence_tokens=tokens_by_name(plan.sequences, shares @ by_sequence),
+        wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, padded)),
     )
+
+
+def _wasteful_limits(
+    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, padded: int
+) -> Iterator[str]:
+    """Yields a sentence about each limit of the plan that its examples do not need."""
+    largest = max(bucket.num_tokens for bucket in plan.buckets)
+    if isinstance(plan.max_tokens, int) and largest * _MUCH_LESS <= plan.max_tokens:
+        yield (
+            f"No batch has more than {largest:,} of the {plan.max_tokens:,} positions "
+            "that `max_tokens` allows."
+        )
+    multiple = plan.batch_size_multiple
+    is_least = (plan.batch_sizes == multiple) & (batches == 1)
+    empty = int(((multiple - flow.rows) * plan.tokens_per_row)[is_least].sum())
+    if empty > _MUCH * padded:
+        yield (
+            f"{empty / padded:.1%} of the positions are empty rows of buckets with "
+            f"fewer examples than `batch_size_multiple={multiple}`."
+        )
 
 
 def changed_examples(plan: BucketPlan, lengths: Lengths) -> dict[str, int]:

@@ -82,6 +82,8 @@ class Report:
       sequence_padding: the share of padding in the positions of each of several
         sequences.
       unit: the unit of lengths in tables and plots, such as "bytes".
+      wasteful_limits: sentences about limits of the plan that are far from what its
+        examples need.
     """
 
     buckets: tuple[BucketReport, ...]
@@ -106,6 +108,7 @@ class Report:
     autocorrelation: float | None = None
     sequence_tokens: dict[str, int] | None = None
     unit: str = "tokens"
+    wasteful_limits: tuple[str, ...] = ()
 
     @property
     def mask_bytes(self) -> int:
@@ -259,6 +262,7 @@ class Report:
             lines.append(
                 f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."
             )
+        lines += self.wasteful_limits
         return "\n".join(lines)
 
 
