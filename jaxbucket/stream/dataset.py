@@ -26,6 +26,7 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, Sequences, copy_features
+from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
 from jaxbucket.stream.epochs import Stream, check_stream, open_epoch
@@ -275,11 +276,15 @@ def sample_lengths(
         snapshot_every=num_examples + 1,
     )
     lengths = []
+    first: list[Example] = []
     while len(lengths) < num_examples and (examples := reader.read()):
+        first = first or [examples[0].example]
         lengths.append(examples[0].lengths)
     reader.close()
     columns = np.array(lengths, np.int32).T
-    return dict(zip(names, columns, strict=True)) if names else columns[0]
+    by_name = dict(zip(names or [None], columns, strict=True))
+    check_not_nested(first, sequences, by_name)
+    return by_name if names else columns[0]
 
 
 class StreamDataset(grain.IterDataset[Any]):

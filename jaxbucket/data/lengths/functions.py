@@ -20,6 +20,7 @@ from jaxbucket.data.lengths.files import reading_bar
 from jaxbucket.data.lengths.measure import measure_lengths
 from jaxbucket.data.lengths.parallel_pass import WorkerDied
 from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
+from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.source import RowSource
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -158,6 +159,8 @@ def _measure_returned(
         num_workers=num_workers,
         progress=sys.stderr.isatty(),
     )
+    if by_default and not columns and isinstance(source[0], Mapping):
+        check_not_nested(source, None, {None: lengths})
     return [lengths[name] for name in names] if several else [lengths]
 
 

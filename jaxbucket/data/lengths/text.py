@@ -219,29 +219,21 @@ def _csv_rows(
     # Cells may be longer than the default limit.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     is_tsv = uncompressed_suffix(path) == ".tsv"
-    separator = "\t" if is_tsv else ","
-    quoting = csv.QUOTE_NONE if is_tsv and _is_unquoted(path) else csv.QUOTE_MINIMAL
-    # The separators in each line of a row: a newline within quotes is part of the cell.
-    counts: list[int] = []
-
-    def ended() -> Iterator[str]:
-        for _, line in _up_to_last(lines):
-            counts.append(line.count(separator))
-            yield f"{line}\n"
-
-    reader = csv.reader(ended(), delimiter=separator, quoting=quoting, strict=True)
+    # A newline within quotes is part of the cell.
+    reader = csv.reader(
+        (f"{line}\n" for _, line in _up_to_last(lines)),
+        delimiter="\t" if is_tsv else ",",
+        quoting=csv.QUOTE_NONE if is_tsv and _is_unquoted(path) else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
     width = None
     try:
         for row in reader:
             width = len(row) if width is None else width
             if len(row) != width:
                 raise csv.Error(f"it has {len(row)} cells, but the header has {width}")
-            if is_tsv and len(counts) > 1 and sum(counts) >= width:
-                raise csv.Error(
-                    f"it ends a quoted cell of {len(counts)} lines, some of which may "
-                    "be rows"
-                )
-            counts.clear()
+            if is_tsv and "\t" in (text := "".join(row)) and "\n" in text:
+                raise csv.Error("tabs and newlines between quotes may be lost rows")
             yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(
@@ -254,7 +246,7 @@ def _is_unquoted(path: pathlib.Path) -> bool:
     if not path.is_file():
         return True
     with contextlib.closing(_lines(path, lambda share: None)) as lines:
-        return len({line.count("\t") for _, line in _up_to_last(lines)}) <= 1
+        return len({line.count("\t") for _, line in _up_to_last(lines)}) == 1
 
 
 def _json_values(

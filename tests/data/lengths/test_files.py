@@ -281,10 +281,10 @@ def test_quotes_around_tabs_or_newlines_are_read(tmp_path, text):
         (
             "x.tsv",
             '"a\t1\nb"\t2\n"\t"\t3\n',
-            "line 3 is not CSV: it ends a quoted cell",
+            "line 3 is not CSV: tabs and newlines",
         ),
-        ("x.tsv", '3\t"a\n4\t5\nb"\n', "line 4 is not CSV: it ends a quoted cell"),
-        ("x.tsv", '3\t"a\nb"\n"c\t4\nd"\t5\n', "line 5 is not CSV: it ends a quo"),
+        ("x.tsv", '3\t"a\n4\t5\nb"\n', "line 4 is not CSV: tabs and newlines"),
+        ("x.tsv", '3\t"a\nb"\n"c\t4\nd"\t5\n', "line 5 is not CSV: tabs and newlines"),
         ("x.tsv", '"a"b\t1\nc\n', "line 2 is not CSV: '\t' expected after"),
         ("x.tsv", "3\t4\n\n3\t4\n", "line 3 is not CSV: it has 0 cells"),
         ("x.tsv", '3\t4\n"5', "line 3 is not CSV: unexpected end"),
