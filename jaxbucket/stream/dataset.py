@@ -26,6 +26,7 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, Sequences, copy_features
+from jaxbucket.data.lengths.source_pass import unnamed
 from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
@@ -280,11 +281,11 @@ def sample_lengths(
     while len(lengths) < num_examples and (examples := reader.read()):
         first = first or [examples[0].example]
         lengths.append(examples[0].lengths)
-    reader.close()
+    reader.leave()
     columns = np.array(lengths, np.int32).T
     by_name = dict(zip(names or [None], columns, strict=True))
     check_not_nested(first, sequences, by_name)
-    return by_name if names else columns[0]
+    return unnamed(by_name)
 
 
 class StreamDataset(grain.IterDataset[Any]):

@@ -98,6 +98,13 @@ def _steps(dataset: Any) -> Iterator[Any]:
         step = getattr(step, "ex_iterable", None)
 
 
+def goes_on(loader: Any, iterator: Any) -> bool:
+    """Whether a new iterator of a loader with a state starts where the last one was."""
+    datasets = (loader, getattr(loader, "dataset", None))
+    is_new = has_first_state(loader, iterator) or any(map(is_hugging_face, datasets))
+    return not is_new
+
+
 def has_first_state(loader: Any, iterator: Any) -> bool:
     """Whether the state before the first element is known."""
     # A dataset with a state, as of Hugging Face, has that of the epoch before.

@@ -7,6 +7,7 @@ are. None of them is imported here.
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from jaxbucket.data.example import Example
 from jaxbucket.stream.loader_iterator import LoaderIterator, rejected
 from jaxbucket.stream.loader_kinds import (
     check_not_batched,
+    goes_on,
     has_shuffle_buffer,
     is_hugging_face,
 )
@@ -119,6 +121,8 @@ class LoaderDataset(grain.IterDataset[Any]):
         self._has_warned = False
         # Weak, because PyTorch waits for its workers if a cycle of objects owns them.
         self._reader: weakref.ref[LoaderIterator] | None = None
+        # Where the last iteration began, unless it has ended; of a loader that goes on.
+        self.first_state: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Grain's workers receive a copy without the iterators of this process.
@@ -153,8 +157,12 @@ class LoaderDataset(grain.IterDataset[Any]):
         Raises:
           ValueError: if the loader is an iterator that has been started.
         """
-        iterator = iter(self.loader)
-        if iterator is self.loader:
+        self.rewind()
+        loader: Any = self.loader
+        iterator = iter(loader)
+        if self.has_state and goes_on(loader, iterator):
+            self.first_state = copy.deepcopy(loader.state_dict())
+        if iterator is loader:
             if self._is_started:
                 raise ValueError(
                     f"`loader` is a {type(self.loader).__name__}, which can be "
@@ -164,6 +172,12 @@ class LoaderDataset(grain.IterDataset[Any]):
                 )
             self._is_started = True
         return iterator
+
+    def rewind(self) -> None:
+        """Moves a loader that goes on to where its last iteration began."""
+        loader: Any = self.loader
+        if self.first_state is not None:
+            loader.load_state_dict(copy.deepcopy(self.first_state))
 
     def open_at(self, state: Any) -> Iterator[Any]:
         """Returns a new iterator over the loader, from a state of the loader."""
@@ -240,3 +254,11 @@ class LoaderDataset(grain.IterDataset[Any]):
         if isinstance(element, Mapping):
             return {name: to_numpy(value) for name, value in element.items()}
         return element
+
+
+def rewind(dataset: grain.MapDataset[Any] | grain.IterDataset[Any]) -> None:
+    """Moves the loaders of a dataset to where its last iteration began."""
+    if isinstance(dataset, LoaderDataset):
+        dataset.rewind()
+    for parent in dataset.parents:
+        rewind(parent)

@@ -183,7 +183,7 @@ def _length_of(value: Any, unit: Unit | None) -> int:
             "Pass `--length-fn`, such as `builtins:len` to count its entries."
         )
     if is_list or shape:
-        return len(value)
+        return shape[0] if shape else len(value)
     raise ValueError(
         f"{short_repr(value)} is not an integer, a string or a list. {_REMOVE_OR_FIX}"
     )
