@@ -175,15 +175,15 @@ def _length_of(value: Any, unit: Unit | None) -> int:
         return len(value) if unit in (None, "bytes") else _of_text(value.decode(), unit)
     is_list = isinstance(value, (list, tuple))
     # Arrays of any library have a shape, which is empty for a single number.
-    shape = getattr(value, "shape", ())
-    entry = value[0] if is_list and value else None
-    if isinstance(entry, (list, tuple, dict)) or (len(shape) > 1 and shape[0] == 1):
+    shape = (len(value),) if is_list else getattr(value, "shape", ())
+    is_batch = len(shape) > 1 and shape[0] == 1
+    if is_batch or (is_list and isinstance(next(iter(value), 0), list | tuple | dict)):
         raise ValueError(
             f"{short_repr(value)} is nested, so its number of tokens is not clear. "
             "Pass `--length-fn`, such as `builtins:len` to count its entries."
         )
-    if is_list or shape:
-        return shape[0] if shape else len(value)
+    if shape:
+        return shape[0]
     raise ValueError(
         f"{short_repr(value)} is not an integer, a string or a list. {_REMOVE_OR_FIX}"
     )

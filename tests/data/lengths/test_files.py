@@ -167,6 +167,41 @@ def test_the_length_of_a_list_is_its_number_of_items(tmp_path, name):
     assert result.tolist() == [len(each) for each in lists]
 
 
+NESTED = {
+    "a batch of one": [[7, 7, 7]],
+    "sentences": [[7, 7], [7]],
+    "chat messages": [{"role": "user", "content": "a"}] * 2,
+    "pairs of texts": [["user", "a"], ["assistant", "b"]],
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "function"])
+def test_nested_lists_are_refused_without_a_function(tmp_path, name, case, module):
+    values = [NESTED[case]] * 3
+    path = tmp_path / name
+    if name == "function":
+        examples = [{"x": value} for value in values]
+        pathlib.Path(f"{module}.py").write_text(f"def values(): return {examples}")
+
+        def measured(measure):
+            return lengths_by(f"{module}:values", "x", measure)
+
+    else:
+        WRITERS[name][0](path, values)
+
+        def measured(measure):
+            return lengths_in(path, "x", measure)
+
+    for unit in (None, "bytes"):
+        with pytest.raises(
+            ValueError, match=r"is nested, .* `--length-fn`, such as `b"
+        ):
+            measured(Measure(unit))
+    measure = Measure(length_fn=load_function("builtins:len"))
+    assert measured(measure).tolist() == [len(NESTED[case])] * 3
+
+
 ARROW_TYPES = {
     "large_string": (pyarrow.large_string(), texts_of(0)),
     "dictionary": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), texts_of(0)),
