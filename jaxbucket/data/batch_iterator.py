@@ -18,69 +18,55 @@ from jaxbucket.base.position import DataPosition
 class BatchIterDataset(grain.IterDataset[Any]):
     """The dataset that `BatchDataset.to_iter_dataset` returns."""
 
-    def __init__(self, batches: Any, position: Callable[[], DataPosition]):
+    def __init__(self, batches: Any, first: Callable[[], DataPosition]):
         super().__init__(batches)
-        self._position = position
+        self._first = first
 
     def __iter__(self) -> BatchIterator:
         (batches,) = self.parents
-        return BatchIterator(iter(batches), self._position)
+        return BatchIterator(iter(batches), self._first)
 
 
 class BatchIterator(grain.DatasetIterator[Any]):
     """Adds the position of the first batch to the states of Grain's iterator.
 
-    A state is checked before the next batch is read, because that may read examples.
+    A restored state is checked when the next batch is read, as by Grain's workers,
+    because the position is computed from a few examples.
     """
 
-    def __init__(self, batches: Any, position: Callable[[], DataPosition]):
+    def __init__(self, batches: Any, first: Callable[[], DataPosition]):
         super().__init__(batches)
         self._batches = batches
-        self._new_position = position
+        self._first = functools.cache(first)
         self._restored: dict[str, Any] | None = None
 
-    @functools.cached_property
-    def _position(self) -> dict[str, Any]:
-        return self._new_position().to_dict()
-
     def get_state(self) -> dict[str, Any]:
-        """Returns the state, which is JSON serializable."""
         if self._restored is not None:
             return self._restored
-        return self._batches.get_state() | {"position": self._position}
+        return self._batches.get_state() | {"position": self._first().to_dict()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues at a state that `get_state` has returned."""
         self._restored = state
 
     def __next__(self) -> Any:
-        """Returns the next batch.
-
-        Raises:
-          ValueError: if the restored state is of another plan, schedule or dataset, or
-            of another first step.
-        """
         if self._restored is not None:
-            position, state = _split(self._restored)
-            first = DataPosition.from_dict(self._position)
-            step = position.step + state.get("next_index", 0)
-            dataclasses.replace(position, step=step).check_same(first)
-            if position.step != first.step:
-                raise ValueError(
-                    f"`start_step={first.step}` differs from the {position.step} of "
-                    f"the state, which counts from it. Pass {position.step}."
-                )
+            state = dict(self._restored)
+            self._check(state.pop("position", None), state.get("next_index", 0))
             self._batches.set_state(state)
             self._restored = None
         return next(self._batches)
 
-
-def _split(state: dict[str, Any]) -> tuple[DataPosition, dict[str, Any]]:
-    """Returns the position in a state, and the state of Grain's iterator."""
-    if "position" not in state:
-        raise ValueError(
-            f"`state={state}` has no position: it is of another dataset, or of an "
-            "earlier version. Pass `start_step` to `batch_dataset` instead."
-        )
-    rest = {name: value for name, value in state.items() if name != "position"}
-    return DataPosition.from_dict(state["position"]), rest
+    def _check(self, position: Any, index: int) -> None:
+        """Raises a ValueError unless a state is that of the same run."""
+        if position is None:
+            raise ValueError(
+                "The state has no position: it is of another dataset, or of an earlier "
+                "version of jaxbucket. Pass `start_step` to `batch_dataset` instead."
+            )
+        saved, first = DataPosition.from_dict(position), self._first()
+        dataclasses.replace(saved, step=saved.step + index).check_same(first)
+        if saved.step != first.step:
+            raise ValueError(
+                f"`start_step={first.step}` differs from the {saved.step} of the "
+                f"state, which counts from it. Pass {saved.step}."
+            )

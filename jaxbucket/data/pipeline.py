@@ -195,22 +195,16 @@ class BatchDataset(grain.MapDataset[Any]):
             )
         return self._reader.read(step)
 
-    def to_iter_dataset(
-        self,
-        read_options: grain.ReadOptions | None = None,
-        *,
-        allow_nones: bool = False,
-    ) -> BatchIterDataset:
+    def to_iter_dataset(self, *args: Any, **options: Any) -> BatchIterDataset:
         """Returns the batches as a `grain.IterDataset`, read in threads.
 
         Its states also hold the position of `start_step`, so that iterators of another
         plan, schedule or dataset refuse them. Those of `batches.map(...)` do not, so
         transform batches after this call. The arguments are those of Grain.
         """
-        batches = super().to_iter_dataset(read_options, allow_nones=allow_nones)
-        return BatchIterDataset(
-            batches, functools.partial(self.position, self._start_step)
-        )
+        batches = super().to_iter_dataset(*args, **options)
+        first = functools.partial(self.position, self._start_step)
+        return BatchIterDataset(batches, first)
 
     def position(self, step: int) -> DataPosition:
         """Returns the position to save alongside a state that has done `step` updates.

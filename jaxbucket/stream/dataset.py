@@ -32,6 +32,7 @@ from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
 from jaxbucket.stream.epochs import Stream, check_stream, open_epoch
 from jaxbucket.stream.iterator import StreamIterator
+from jaxbucket.stream.loader_stream import rewind
 from jaxbucket.stream.options import Options, Policy, checked_sequences
 from jaxbucket.stream.overlong import LengthLimits
 from jaxbucket.stream.phases import Plans, Samples, checked_plans, make_phases
@@ -281,7 +282,8 @@ def sample_lengths(
     while len(lengths) < num_examples and (examples := reader.read()):
         first = first or [examples[0].example]
         lengths.append(examples[0].lengths)
-    reader.leave()
+    reader.close()
+    rewind(reader.dataset)
     columns = np.array(lengths, np.int32).T
     by_name = dict(zip(names or [None], columns, strict=True))
     check_not_nested(first, sequences, by_name)

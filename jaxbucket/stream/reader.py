@@ -185,7 +185,7 @@ class StreamReader:
                 f"Epoch {epoch} of the stream is {with_article(dataset)}, not a "
                 f"`grain.IterDataset`. Return {stream_of(dataset)} from the function."
             )
-        self._dataset = dataset
+        self.dataset = dataset
         return iter(dataset)
 
     def _end_epoch(self) -> None:
@@ -221,7 +221,7 @@ class StreamReader:
             raise ValueError(f"{origin}: {error}") from error.__cause__
         finally:
             iterator.close()
-            rewind(self._dataset)
+            rewind(self.dataset)
 
     def _take_snapshot(self) -> None:
         last = self._snapshots[-1] if self._snapshots else None
@@ -288,11 +288,6 @@ class StreamReader:
         """Closes the user's iterator."""
         if self._iterator is not None:
             self._iterator.close()
-
-    def leave(self) -> None:
-        """Closes the user's iterator, so that the next one reads the same examples."""
-        self.close()
-        rewind(self._dataset)
 
 
 def _origin(epoch: int, epoch_index: int) -> str:

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.data.example import example_length
+from jaxbucket.data.example import as_arrays, example_length
 from jaxbucket.data.lengths.files import reading_bar
 from jaxbucket.data.lengths.measure import measure_lengths
 from jaxbucket.data.lengths.parallel_pass import WorkerDied
 from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
-from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.source import RowSource
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -159,14 +158,15 @@ def _measure_returned(
         num_workers=num_workers,
         progress=sys.stderr.isatty(),
     )
-    if by_default and not columns and isinstance(source[0], Mapping):
-        check_not_nested(source, None, {None: lengths})
     return [lengths[name] for name in names] if several else [lengths]
 
 
 def _example_length(column: str | None, measure: Measure, example: Any) -> int:
     if column is None:
         if isinstance(example, Mapping) and measure == Measure():
+            for array in as_arrays(example).values():
+                # Refuses nested features.
+                _ = measure.of_value(array) if array.ndim > 1 else None
             return example_length(example)
         return measure.of_value(example)
     if not isinstance(example, Mapping):
