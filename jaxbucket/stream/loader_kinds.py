@@ -99,10 +99,11 @@ def _steps(dataset: Any) -> Iterator[Any]:
 
 
 def goes_on(loader: Any, iterator: Any) -> bool:
-    """Whether a new iterator of a loader with a state starts where the last one was."""
+    """Whether a new iterator of a loader may start where the last one was."""
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     datasets = (loader, getattr(loader, "dataset", None))
     is_new = has_first_state(loader, iterator) or any(map(is_hugging_face, datasets))
-    return not is_new
+    return has_state and not is_new
 
 
 def has_first_state(loader: Any, iterator: Any) -> bool:

@@ -160,7 +160,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         self.rewind()
         loader: Any = self.loader
         iterator = iter(loader)
-        if self.has_state and goes_on(loader, iterator):
+        if goes_on(loader, iterator):
             self.first_state = copy.deepcopy(loader.state_dict())
         if iterator is loader:
             if self._is_started:

@@ -487,10 +487,11 @@ STREAM = {"pool_size": 20, "sequences": ["tokens"], "num_epochs": 2, "on_drift":
 
 @pytest.mark.parametrize("name", ["goes-on", "torch-goes-on", "torch-goes-on-batches"])
 @pytest.mark.parametrize("is_new", [False, True])
-def test_sampled_examples_are_read_again(name, is_new, tmp_path):
-    options = {}
+@pytest.mark.parametrize("resume", ["state", "replay"])
+def test_sampled_examples_are_read_again(name, is_new, resume, tmp_path):
+    options = {"resume": resume}
     if name == "torch-goes-on-batches":
-        options = {"batched": True}
+        options["batched"] = True
         loader = torch_goes_on(batch_size=7, collate_fn=list)
     else:
         loader, _, _ = make_loader(name, tmp_path)
