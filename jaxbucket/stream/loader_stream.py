@@ -157,7 +157,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         Raises:
           ValueError: if the loader is an iterator that has been started.
         """
-        self.rewind()
+        rewind(self)
         loader: Any = self.loader
         iterator = iter(loader)
         if goes_on(loader, iterator):
@@ -172,12 +172,6 @@ class LoaderDataset(grain.IterDataset[Any]):
                 )
             self._is_started = True
         return iterator
-
-    def rewind(self) -> None:
-        """Moves a loader that goes on to where its last iteration began."""
-        loader: Any = self.loader
-        if self.first_state is not None:
-            loader.load_state_dict(copy.deepcopy(self.first_state))
 
     def open_at(self, state: Any) -> Iterator[Any]:
         """Returns a new iterator over the loader, from a state of the loader."""
@@ -257,8 +251,9 @@ class LoaderDataset(grain.IterDataset[Any]):
 
 
 def rewind(dataset: grain.MapDataset[Any] | grain.IterDataset[Any]) -> None:
-    """Moves the loaders of a dataset to where its last iteration began."""
-    if isinstance(dataset, LoaderDataset):
-        dataset.rewind()
+    """Moves loaders that would go on back to where their last iteration began."""
+    if isinstance(dataset, LoaderDataset) and dataset.first_state is not None:
+        loader: Any = dataset.loader
+        loader.load_state_dict(copy.deepcopy(dataset.first_state))
     for parent in dataset.parents:
         rewind(parent)

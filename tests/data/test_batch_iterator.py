@@ -124,15 +124,6 @@ def test_a_state_without_a_position_is_refused(state):
         next(iterator)
 
 
-def test_changes_of_seed_within_a_continued_run_are_accepted():
-    old = jb.batch_dataset(SOURCE, schedule_of())
-    schedule = schedule_of(seed=1).continue_with(old.position(3))
-    expected = tokens_of(iterable(schedule=schedule))
-    iterator = iter(iterable(schedule=schedule))
-    iterator.set_state(saved_after(iterable(schedule=schedule), 2))
-    assert tokens_of(iterator) == expected[2:]
-
-
 def test_the_checkpoints_of_grain_and_orbax_restore_iterators(tmp_path):
     expected = tokens_of(iterable())
     iterator = iter(iterable())
@@ -168,20 +159,3 @@ def test_workers_restore_their_own_states_only(step):
     with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
         next(other)
     other.close()
-
-
-def test_examples_are_read_for_the_position_only_if_a_state_is_used():
-    class Counting(list):
-        reads = 0
-
-        def __getitem__(self, index):
-            self.reads += 1
-            return super().__getitem__(index)
-
-    source = Counting(SOURCE)
-    iterator = iter(iterable(source))
-    before = source.reads
-    assert len(list(iterator)) == len(schedule_of())
-    assert source.reads - before <= len(SOURCE) + 1
-    iterator.get_state()
-    assert source.reads - before > len(SOURCE) + 1
