@@ -125,6 +125,13 @@ def sequence_names(
                 f"The example has features {sorted(arrays)}."
             )
         remedy = "Name at least one in `sequences`."
+    for name in names:
+        first = arrays[name].flat[:1] if arrays[name].dtype.hasobject else ()
+        if any(isinstance(entry, Mapping | list | tuple) for entry in first):
+            raise ValueError(
+                f"Feature {name!r} is a list of dicts or lists, so its length is not "
+                "that of its tokens. Flatten it, or pass a `length_fn`."
+            )
     if not names:
         raise ValueError(
             f"The example has no sequence feature among {sorted(arrays)}. {remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
+from jaxbucket.data.batch_iterator import BatchIterDataset
 from jaxbucket.data.batch_reader import BatchReader, FeatureTemplate, make_reader
 from jaxbucket.data.example import Sequences, copy_features
 from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
@@ -192,6 +194,17 @@ class BatchDataset(grain.MapDataset[Any]):
                 f"`index={index}` is step {step}, which is beyond {sys.maxsize}."
             )
         return self._reader.read(step)
+
+    def to_iter_dataset(self, *args: Any, **options: Any) -> BatchIterDataset:
+        """Returns the batches as a `grain.IterDataset`, read in threads.
+
+        Its states also hold the position of `start_step`, so that iterators of another
+        plan, schedule or dataset refuse them. Those of `batches.map(...)` do not, so
+        transform batches after this call. The arguments are those of Grain.
+        """
+        batches = super().to_iter_dataset(*args, **options)
+        first = functools.partial(self.position, self._start_step)
+        return BatchIterDataset(batches, first)
 
     def position(self, step: int) -> DataPosition:
         """Returns the position to save alongside a state that has done `step` updates.

@@ -177,6 +177,7 @@ def _check_axes(
                 f"shape is {list(arrays[feature].shape)}, without an axis for "
                 f"{sequence!r}. List it once for each of its axes."
             )
+    sequence_names(arrays, list(features))
 
 
 def sequence_lengths(
@@ -229,6 +230,28 @@ def example_lengths(
     """
     arrays = as_arrays(example)
     return sequence_lengths(arrays, sequence_axes(arrays, sequences, names))
+
+
+def check_not_nested(
+    examples: Any, sequences: Sequences, lengths: Mapping[str | None, np.ndarray]
+) -> None:
+    """Raises a ValueError if all lengths are 1, as those of batches of one example.
+
+    Args:
+      examples: the examples, of which the first may be read.
+      sequences: as for `sequence_axes`.
+      lengths: `[N]` lengths of all examples by sequence; by None for a single one.
+    """
+    ones = [name for name, values in lengths.items() if values.max() == 1]
+    names = [name for name in lengths if name is not None]
+    arrays = as_arrays(examples[0]) if ones else {}
+    for name, axes in (sequence_axes(arrays, sequences, names) if ones else {}).items():
+        shape = arrays[name].shape
+        if len(shape) > len(axes) and all(x in ones for x in axes if names):
+            raise ValueError(
+                f"All lengths are 1, because feature {name!r} has the shape "
+                f"{list(shape)}. Remove its first axis, or pass a `length_fn`."
+            )
 
 
 def length_functions(

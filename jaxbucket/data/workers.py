@@ -77,7 +77,8 @@ def _load(
     reading = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=max(num_threads, buffer_size)
     )
-    elements = dataset.to_iter_dataset(reading)
+    # Without the states of a `BatchDataset`, because this iterator has none.
+    elements = grain.MapDataset.to_iter_dataset(dataset, reading)
     if num_workers:
         exit_if_importing()
         # Grain reads absl flags, which are not parsed outside of absl programs.

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.ratio import MaxRatio
+from jaxbucket.base.ratio import MaxRatio, within_ratio
 from jaxbucket.plan.chunks import chunk_lengths
 
 
@@ -44,6 +45,10 @@ def kept_lengths(
     )
     kept = plan.kept_lengths(lengths)
     if not len(kept):
+        names = plan.sequences
+        matrix = lengths_matrix(lengths, names) if names else lengths
+        if not within_ratio(matrix, names, max_ratio).any():
+            raise ValueError(f"`{max_ratio=}` leaves out every example. Raise it.")
         raise ValueError(
             f"`overlong={overlong!r}` and `max_ratio={max_ratio!r}` leave out every "
             f"example. Raise `max_seq_len={max_seq_len!r}`."

@@ -68,7 +68,7 @@ class Mixture(Schedule):
     the first one ends, as in `concatenate(sources)`. The examples of components with
     names come from a source for each: `MeshLoader({"large": ..., "small": ...},
     mixture, mesh)`. These may have different features, sequences and numbers of
-    examples per row.
+    examples per row, also within a step of several micro-batches.
 
     Attributes:
       schedules: the components, in a list, or in a mapping from names. Each has a plan

@@ -26,10 +26,13 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, Sequences, copy_features
+from jaxbucket.data.lengths.source_pass import unnamed
+from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift
 from jaxbucket.stream.epochs import Stream, check_stream, open_epoch
 from jaxbucket.stream.iterator import StreamIterator
+from jaxbucket.stream.loader_stream import rewind
 from jaxbucket.stream.options import Options, Policy, checked_sequences
 from jaxbucket.stream.overlong import LengthLimits
 from jaxbucket.stream.phases import Plans, Samples, checked_plans, make_phases
@@ -275,11 +278,16 @@ def sample_lengths(
         snapshot_every=num_examples + 1,
     )
     lengths = []
+    first: list[Example] = []
     while len(lengths) < num_examples and (examples := reader.read()):
+        first = first or [examples[0].example]
         lengths.append(examples[0].lengths)
     reader.close()
+    rewind(reader.dataset)
     columns = np.array(lengths, np.int32).T
-    return dict(zip(names, columns, strict=True)) if names else columns[0]
+    by_name = dict(zip(names or [None], columns, strict=True))
+    check_not_nested(first, sequences, by_name)
+    return unnamed(by_name)
 
 
 class StreamDataset(grain.IterDataset[Any]):

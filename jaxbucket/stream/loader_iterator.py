@@ -83,6 +83,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
             return next(iterator)
         except StopIteration:
             self._ended = True
+            self._dataset.first_state = None
             raise
         except Exception as error:
             if self._restored is None:

@@ -98,6 +98,14 @@ def _steps(dataset: Any) -> Iterator[Any]:
         step = getattr(step, "ex_iterable", None)
 
 
+def goes_on(loader: Any, iterator: Any) -> bool:
+    """Whether a new iterator of a loader may start where the last one was."""
+    has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    datasets = (loader, getattr(loader, "dataset", None))
+    is_new = has_first_state(loader, iterator) or any(map(is_hugging_face, datasets))
+    return has_state and not is_new
+
+
 def has_first_state(loader: Any, iterator: Any) -> bool:
     """Whether the state before the first element is known."""
     # A dataset with a state, as of Hugging Face, has that of the epoch before.

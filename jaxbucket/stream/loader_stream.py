@@ -7,6 +7,7 @@ are. None of them is imported here.
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from jaxbucket.data.example import Example
 from jaxbucket.stream.loader_iterator import LoaderIterator, rejected
 from jaxbucket.stream.loader_kinds import (
     check_not_batched,
+    goes_on,
     has_shuffle_buffer,
     is_hugging_face,
 )
@@ -119,6 +121,8 @@ class LoaderDataset(grain.IterDataset[Any]):
         self._has_warned = False
         # Weak, because PyTorch waits for its workers if a cycle of objects owns them.
         self._reader: weakref.ref[LoaderIterator] | None = None
+        # Where the last iteration began, unless it has ended; of a loader that goes on.
+        self.first_state: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Grain's workers receive a copy without the iterators of this process.
@@ -153,8 +157,12 @@ class LoaderDataset(grain.IterDataset[Any]):
         Raises:
           ValueError: if the loader is an iterator that has been started.
         """
-        iterator = iter(self.loader)
-        if iterator is self.loader:
+        rewind(self)
+        loader: Any = self.loader
+        iterator = iter(loader)
+        if goes_on(loader, iterator):
+            self.first_state = copy.deepcopy(loader.state_dict())
+        if iterator is loader:
             if self._is_started:
                 raise ValueError(
                     f"`loader` is a {type(self.loader).__name__}, which can be "
@@ -240,3 +248,12 @@ class LoaderDataset(grain.IterDataset[Any]):
         if isinstance(element, Mapping):
             return {name: to_numpy(value) for name, value in element.items()}
         return element
+
+
+def rewind(dataset: grain.MapDataset[Any] | grain.IterDataset[Any]) -> None:
+    """Moves loaders that would go on back to where their last iteration began."""
+    if isinstance(dataset, LoaderDataset) and dataset.first_state is not None:
+        loader: Any = dataset.loader
+        loader.load_state_dict(copy.deepcopy(dataset.first_state))
+    for parent in dataset.parents:
+        rewind(parent)

@@ -21,6 +21,7 @@ from jaxbucket.base.checks import with_article
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.epochs import stream_of
+from jaxbucket.stream.loader_stream import rewind
 from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
 
 # Not None, because a function of the stream without a `return` yields None.
@@ -184,6 +185,7 @@ class StreamReader:
                 f"Epoch {epoch} of the stream is {with_article(dataset)}, not a "
                 f"`grain.IterDataset`. Return {stream_of(dataset)} from the function."
             )
+        self.dataset = dataset
         return iter(dataset)
 
     def _end_epoch(self) -> None:
@@ -219,6 +221,7 @@ class StreamReader:
             raise ValueError(f"{origin}: {error}") from error.__cause__
         finally:
             iterator.close()
+            rewind(self.dataset)
 
     def _take_snapshot(self) -> None:
         last = self._snapshots[-1] if self._snapshots else None

@@ -83,6 +83,12 @@ def accumulating_step(
         number = accumulated.micro_batches
         state = _with_variables_of(accumulated, state)
         (grads, sums), variables = global_sums(state, batch, number)
+        if sums.keys() != accumulated.sums.keys():
+            raise ValueError(
+                f"The loss returns the sums {sorted(sums)} for a micro-batch and "
+                f"{sorted(accumulated.sums)} for another one. Return the same sums for "
+                "all micro-batches of a step, 0 where they do not apply."
+            )
         new = jax.tree.map(at_least_float32, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
         return Accumulated(grads, sums, variables, number + 1)
@@ -295,11 +301,6 @@ def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
     for number, batch in enumerate(micro_batches):
         name = f"micro_batches[{number}]"
         check_is_batch(name, batch)
-        if _dtypes(batch) != _dtypes(micro_batches[0]):
-            raise ValueError(
-                f"`{name}` has {_dtypes(batch)}, but the first micro-batch has "
-                f"{_dtypes(micro_batches[0])}. Load all of them from the same source."
-            )
         for leaf in jax.tree.leaves(batch):
             # jax places numpy arrays on the devices of the step.
             sharding = getattr(leaf, "sharding", replicated)

@@ -143,13 +143,6 @@ def test_a_restored_iterator_checkpoint_continues_with_the_next_batch(start):
     grain.experimental.assert_equal_output_after_checkpoint(dataset)
 
 
-def test_the_state_of_the_iterator_is_one_integer():
-    iterator = iter(batch_dataset(*make_job()).to_iter_dataset())
-    next(iterator)
-    next(iterator)
-    assert iterator.get_state() == {"next_index": 2}
-
-
 def test_a_run_ends_with_the_epoch_it_starts_in():
     source, schedule = make_job()
     size = len(schedule)

@@ -1,6 +1,7 @@
 """Tests of overlong examples in packed rows, and of plans of several sequences."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -219,3 +220,20 @@ def test_packed_plans_of_several_sequences_check_their_arguments():
         )
     with pytest.raises(ValueError, match=r"does not hold 1 row"):
         jb.plan_packing(pairs_problem(0), max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "ratio", "message"),
+    [
+        ("error", 3.0, "`max_ratio=3.0` leaves out every example. Raise it."),
+        ("drop", 7, "`max_ratio=7` leaves out every example. Raise it."),
+        ("drop", {"a/b": 2}, "`max_ratio={'a/b': 2}` leaves out every example. Raise"),
+        ("drop", None, "leave out every example. Raise `max_seq_len={'a': 4, 'b'"),
+        ("drop", 50.0, "leave out every example. Raise `max_seq_len={'a': 4, 'b'"),
+    ],
+)
+def test_the_policy_that_leaves_out_every_example_is_named(overlong, ratio, message):
+    lengths = {"a": [8, 9, 10], "b": [1, 1, 1]}
+    room = {"a": 64 if overlong == "error" else 4, "b": 64}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jb.packing.pack(lengths, room, overlong=overlong, max_ratio=ratio)

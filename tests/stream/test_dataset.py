@@ -2290,3 +2290,11 @@ def test_a_handmade_plan_is_not_a_drift(small_window):
     options = {"lengths": lengths, "on_drift": drifts.append}
     list(jb.stream_batches(stream(lengths), plan, pool_size=64, **options))
     assert not drifts
+
+
+@pytest.mark.parametrize("sequences", [None, ["x"], {"x": ["x"], "y": ["y"]}])
+def test_a_sample_of_arrays_with_an_axis_too_many_is_refused(sequences):
+    examples = [{"x": np.zeros((1, n)), "y": np.zeros(1)} for n in (5, 3, 7)]
+    stream = grain.MapDataset.source(examples).to_iter_dataset()
+    with pytest.raises(ValueError, match=r"All lengths are 1, because feature 'x'"):
+        jb.stream.sample_lengths(stream, 2, sequences=sequences)

@@ -4,6 +4,7 @@ Loaders of other libraries are tested where they are installed, for instance by
 `pip install -e ".[loaders]"`.
 """
 
+import itertools
 import json
 import pathlib
 import pickle
@@ -161,6 +162,8 @@ LOADERS = {
     "hugging-face-stateful": (stateful_hugging_face, {}, True),
     "hugging-face-replay": (hugging_face, {"resume": "replay"}, False),
     "webdataset": (web_dataset, {"to_example": from_web}, False),
+    "goes-on": (lambda: GoesOn(make_examples()), {}, True),
+    "torch-goes-on": (lambda: torch_goes_on(batch_size=None), {}, True),
 }
 
 
@@ -442,11 +445,95 @@ def test_resuming_leaves_the_dataset_at_its_beginning():
     assert indices(loader) == list(range(len(LENGTHS)))
 
 
-def test_a_dataset_that_is_read_can_be_pickled():
-    dataset = jb.stream.from_loader(WithState(make_examples()))
+@pytest.mark.parametrize("name", ["goes-on", "list"])
+def test_a_dataset_that_is_read_can_be_pickled(name, tmp_path):
+    dataset = jb.stream.from_loader(make_loader(name, tmp_path)[0])
     iterator = iter(dataset)
     next(iterator)
     assert indices(pickle.loads(pickle.dumps(dataset))) == list(range(len(LENGTHS)))
+
+
+class GoesOn:
+    """A loader whose `iter` goes on where it was, as that of torchtitan."""
+
+    def __init__(self, examples):
+        self.examples, self.index = examples, 0
+
+    def __iter__(self):
+        for example in self.examples[self.index :]:
+            self.index += 1
+            yield example
+        self.index = 0
+
+    def state_dict(self):
+        return {"index": self.index}
+
+    def load_state_dict(self, state):
+        self.index = state["index"]
+
+
+def torch_goes_on(**options):
+    torch_data()
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    class Examples(GoesOn, torch_data().IterableDataset):
+        pass
+
+    return stateful.StatefulDataLoader(Examples(make_examples()), **options)
+
+
+STREAM = {"pool_size": 20, "sequences": ["tokens"], "num_epochs": 2, "on_drift": None}
+
+
+@pytest.mark.parametrize("name", ["goes-on", "torch-goes-on", "torch-goes-on-batches"])
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("resume", ["state", "replay"])
+def test_sampled_examples_are_read_again(name, is_new, resume, tmp_path):
+    options = {"resume": resume}
+    if name == "torch-goes-on-batches":
+        options["batched"] = True
+        loader = torch_goes_on(batch_size=7, collate_fn=list)
+    else:
+        loader, _, _ = make_loader(name, tmp_path)
+
+    def examples():
+        return jb.stream.from_loader(loader, **options).map(dict)
+
+    first = examples()
+    sample = jb.stream.sample_lengths(first, 10, sequences=["tokens"])
+    assert sample.tolist() == [*LENGTHS[:10]]
+    plan = jb.plan_buckets(LENGTHS, max_tokens=8 * max(LENGTHS), num_buckets=2)
+    stream = examples() if is_new else first
+    dataset = jb.stream_batches(stream, plan, **STREAM)
+    assert dataset.example["index"] == 0
+    parts = [jb.data.unbatch(x, sequences=["tokens"]) for x in dataset]
+    rows = itertools.chain(*parts)
+    assert sorted(indices(rows)) == sorted([*range(len(LENGTHS))] * 2)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 5])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_loader_that_goes_on_is_read_from_any_state(num_read, closes):
+    dataset = jb.stream.from_loader(GoesOn(make_examples()))
+    for _ in range(2):
+        iterator = iter(dataset)
+        assert indices(itertools.islice(iterator, num_read)) == [*range(num_read)]
+        state = json.loads(json.dumps(iterator.get_state()))
+        if closes:
+            iterator.close()
+        for again in (dataset, jb.stream.from_loader(GoesOn(make_examples()))):
+            again = iter(again)
+            again.set_state(state)
+            assert indices(again) == [*range(num_read, len(LENGTHS))]
+
+
+def test_a_loader_that_was_moved_goes_on_where_it_was_moved_to():
+    loader = GoesOn(make_examples())
+    loader.load_state_dict({"index": 7})
+    dataset = jb.stream.from_loader(loader)
+    jb.stream.sample_lengths(dataset, 3, sequences=["tokens"])
+    for start in (7, 0, 0):
+        assert indices(dataset) == [*range(start, len(LENGTHS))]
 
 
 def test_an_element_that_cannot_be_converted_can_be_skipped():

@@ -424,7 +424,7 @@ def test_micro_batches_must_be_a_tuple_of_batches(micro_batches, message, compil
         (lambda: None, "`micro_batches[1]` is a NoneType, not a `jaxbucket.Batch`"),
         (
             lambda: on(MESH, [BATCH._replace(features={"tokens": BATCH.mask + 0})])[0],
-            "`micro_batches[1]` has {",
+            "`batch.features['task']` is missing, but [8, 24] was compiled for",
         ),
         (
             lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0],
@@ -439,6 +439,8 @@ def test_a_refused_micro_batch_leaves_the_state_unchanged(other, message, compil
             jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], MESH
         )
         step = jb.compile_steps(step, state, specs, progress=False)
+    elif "was compiled" in message:
+        pytest.skip("without a plan, batches may have any features")
     (first,) = on(MESH, [BATCH])
     with pytest.raises(ValueError, match=re.escape(message)):
         step(state, (first, other()))

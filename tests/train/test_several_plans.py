@@ -138,12 +138,12 @@ def test_three_components_share_one_compiled_step(mesh, num_steps):
         np.testing.assert_array_equal(a, b)
 
 
-def mixture_of_one_shape(mesh, lengths=(3, 8), **options):
+def mixture_of_one_shape(mesh, lengths=(3, 8), accumulate=1, **options):
     """Returns the loader of three components with one bucket, two of them alike."""
     plan = jb.BucketPlan.from_shapes([(2, 8)])
     names = ("text", "audio", "code")
     schedules = {name: jb.BatchSchedule(plan, lengths) for name in names}
-    mixture = jb.Mixture(schedules, dict.fromkeys(schedules, 1))
+    mixture = jb.Mixture(schedules, dict.fromkeys(schedules, 1), accumulate=accumulate)
     audio = [{"frames": np.full((n, 3), n, np.float32)} for n in lengths]
     sources = {"text": tokens_of(lengths), "audio": audio, "code": tokens_of(lengths)}
     return jb.MeshLoader(sources, mixture, mesh, **options)
@@ -165,6 +165,54 @@ def test_a_shape_with_different_features_has_a_program_for_each(mesh, accumulate
     name = "add_micro_batch" if accumulate else "train_step"
     assert compiles[name] == 2 and set(steps) == {first, second}
     assert {x.label for x in steps.report.programs} >= {str(first), str(second)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("accumulate", "mode"), [(2, "jit"), (3, "shard_map"), (4, "pmap")]
+)
+def test_an_update_may_have_components_with_different_features(
+    mesh, accumulate, mode, compiled
+):
+    loader = mixture_of_one_shape(mesh, accumulate=accumulate, num_steps=3)
+    tx = optax.sgd(0.1)
+    state = jb.create_state(Model(nnx.Rngs(0)), tx, mesh)
+    steps = jb.make_train_step(loss_fn, tx, mesh, accumulate=True, mode=mode)
+    if compiled:
+        steps = jb.compile_steps(steps, state, loader.specs, progress=False)
+
+    def mean_loss(params, batches):
+        model = nnx.merge(nnx.graphdef(state.model), params)
+        sums, counts = zip(*(loss_fn(model, x, None) for x in batches), strict=True)
+        return sum(sums) / sum(counts).astype(np.float32)
+
+    kinds = [{*x.features, *y.features} for x, y, *_ in loader]
+    assert kinds.count({"tokens", "frames"}) >= 2
+    for batches in loader:
+        params = nnx.state(state.model, nnx.Param)
+        loss, grads = jax.value_and_grad(mean_loss)(params, batches)
+        expected = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
+        state, metrics = steps(state, batches)
+        assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+        updated = nnx.state(state.model, nnx.Param)
+        for a, b in zip(*map(jax.tree.leaves, (expected, updated)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_components_of_an_update_need_the_same_sums(mesh):
+    def loss_with_sums(model, batch, keys):
+        total, count = loss_fn(model, batch, keys)
+        return total, count, {next(iter(batch.features)): count}
+
+    loader = mixture_of_one_shape(mesh, accumulate=2, num_steps=2)
+    state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
+    step = jb.make_train_step(loss_with_sums, optax.sgd(0.1), mesh, accumulate=True)
+    for train in (
+        lambda: jb.compile_steps(step, state, loader.specs, progress=False),
+        lambda: step(state, next(iter(loader))),
+    ):
+        with pytest.raises(ValueError, match=r"Return the same sums for all micro-b"):
+            train()
 
 
 @pytest.mark.exhaustive

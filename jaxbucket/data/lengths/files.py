@@ -98,7 +98,10 @@ def _kind(path: pathlib.Path) -> str:
     if kind == path.suffix.lower():
         return kind
     if kind in _NUMPY or _READERS.get(kind) in (read_parquet, read_array_record):
-        raise ValueError(f"`{path}` is compressed twice. Decompress it with `gunzip`.")
+        raise ValueError(
+            f"`{path}` is gzipped, which only files of lines may be. Decompress it "
+            "with `gunzip`."
+        )
     return kind
 
 

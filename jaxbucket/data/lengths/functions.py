@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.data.example import example_length
+from jaxbucket.data.example import as_arrays, example_length
 from jaxbucket.data.lengths.files import reading_bar
 from jaxbucket.data.lengths.measure import measure_lengths
 from jaxbucket.data.lengths.parallel_pass import WorkerDied
@@ -164,6 +164,9 @@ def _measure_returned(
 def _example_length(column: str | None, measure: Measure, example: Any) -> int:
     if column is None:
         if isinstance(example, Mapping) and measure == Measure():
+            for array in as_arrays(example).values():
+                # Refuses nested features.
+                _ = measure.of_value(array) if array.ndim > 1 else None
             return example_length(example)
         return measure.of_value(example)
     if not isinstance(example, Mapping):

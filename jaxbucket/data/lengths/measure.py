@@ -26,7 +26,11 @@ from jaxbucket.data.lengths.source_pass import (
     unnamed,
 )
 from jaxbucket.data.lengths.together import write_together
-from jaxbucket.data.sequence_axes import axis_labels, length_functions
+from jaxbucket.data.sequence_axes import (
+    axis_labels,
+    check_not_nested,
+    length_functions,
+)
 from jaxbucket.data.source import RowSource, Source, check_sequences
 
 _PATH_CHARACTERS = 200
@@ -114,9 +118,9 @@ def measure_lengths(
 
     Raises:
       ValueError: if the source is a path or empty, if an example has no positive
-        length, if `length_fn` has names that `sequences` lacks, if a feature lacks an
-        axis, if `cache_key` is missing or does not name each function, or if a
-        cached file is truncated or was not written by this function.
+        length, if a feature is nested, if `length_fn` has names that `sequences` lacks,
+        if a feature lacks an axis, if `cache_key` is missing or does not name each
+        function, or if a cached file is truncated or was not written by this function.
       RuntimeError: if a worker process dies.
     """
     _check_not_a_path(source)
@@ -145,13 +149,17 @@ def measure_lengths(
         }
         group = processes or SingleProcess()
         write_together("lengths", files, group, _shares, measuring.write, join)
-        return unnamed({name: file.read() for name, file in files.items()})
-    if processes is not None and processes.count > 1:
+        lengths = {name: file.read() for name, file in files.items()}
+    elif processes is not None and processes.count > 1:
         raise ValueError(
             "`processes` requires `cache`: the processes exchange lengths through "
             "files. Pass a folder that all of them can access."
         )
-    return unnamed(measuring.values(0, size))
+    else:
+        lengths = measuring.values(0, size)
+    if length_fn is None:
+        check_not_nested(source, sequences, lengths)
+    return unnamed(lengths)
 
 
 def _features(length_fn: Any, sequences: Sequences) -> dict[str | None, Any]:

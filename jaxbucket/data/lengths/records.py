@@ -86,6 +86,8 @@ def _arrow_lengths(column: Any, measure: Measure) -> np.ndarray | None:
     if measure.length_fn is not None or column.null_count:
         return None
     if types.is_list(kind) or types.is_large_list(kind):
+        if types.is_nested(kind.value_type):
+            return None
         column = compute.call_function("list_value_length", [column])
     elif types.is_string(kind) or types.is_large_string(kind):
         if unit not in ("bytes", "characters"):

@@ -53,6 +53,9 @@ def read_csv(
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of the rows of a CSV table with a header.
 
+    A tab-separated file has no quotes, unless a line differs from the header in its
+    number of tabs. Blank lines at the end are ignored.
+
     Raises:
       ValueError: if a cell has no length, a row differs in width from the header, or
         the file is not CSV in UTF-8; the message names the line, and the column of the
@@ -92,6 +95,8 @@ def read_jsonl(
     path: pathlib.Path, columns: Sequence[str], measure: Measure, progress: ShowProgress
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of JSON values, or of some of their fields, one per line.
+
+    Blank lines at the end are ignored.
 
     Raises:
       ValueError: if a line is not JSON in UTF-8, or has no such field or no length; the
@@ -195,22 +200,40 @@ def _lines(
         ) from None
 
 
+def _up_to_last(
+    lines: Iterator[tuple[int, str]], blank: str = "\r"
+) -> Iterator[tuple[int, str]]:
+    """Yields the lines up to the last one that has other characters than `blank`."""
+    skipped = []
+    for line in lines:
+        skipped.append(line)
+        if line[1].strip(blank):
+            yield from skipped
+            skipped = []
+
+
 def _csv_rows(
     path: pathlib.Path, lines: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[int, list[str]]]:
     """Yields the number of the last line of each row and its cells, header first."""
     # Cells may be longer than the default limit.
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    separator = "\t" if uncompressed_suffix(path) == ".tsv" else ","
+    is_tsv = uncompressed_suffix(path) == ".tsv"
     # A newline within quotes is part of the cell.
-    ended = (f"{line}\n" for _, line in lines)
-    reader = csv.reader(ended, delimiter=separator, strict=True)
+    reader = csv.reader(
+        (f"{line}\n" for _, line in _up_to_last(lines)),
+        delimiter="\t" if is_tsv else ",",
+        quoting=csv.QUOTE_NONE if is_tsv and _is_unquoted(path) else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
     width = None
     try:
         for row in reader:
             width = len(row) if width is None else width
             if len(row) != width:
                 raise csv.Error(f"it has {len(row)} cells, but the header has {width}")
+            if is_tsv and "\t" in (text := "".join(row)) and "\n" in text:
+                raise csv.Error("tabs and newlines between quotes may be lost rows")
             yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(
@@ -218,10 +241,18 @@ def _csv_rows(
         ) from None
 
 
+def _is_unquoted(path: pathlib.Path) -> bool:
+    """Whether every line has as many tabs as the first; assumed of a pipe."""
+    if not path.is_file():
+        return True
+    with contextlib.closing(_lines(path, lambda share: None)) as lines:
+        return len({line.count("\t") for _, line in _up_to_last(lines)}) == 1
+
+
 def _json_values(
     path: pathlib.Path, lines: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[int, Any]]:
-    for number, line in lines:
+    for number, line in _up_to_last(lines, blank=" \t\r"):
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:

@@ -173,10 +173,16 @@ def _length_of(value: Any, unit: Unit | None) -> int:
     if isinstance(value, bytes):
         # Bytes need no unit. Decoding raises a ValueError if they are not UTF-8.
         return len(value) if unit in (None, "bytes") else _of_text(value.decode(), unit)
-    if isinstance(value, (list, tuple)):
-        return len(value)
+    is_list = isinstance(value, (list, tuple))
     # Arrays of any library have a shape, which is empty for a single number.
-    if shape := getattr(value, "shape", ()):
+    shape = (len(value),) if is_list else getattr(value, "shape", ())
+    is_batch = len(shape) > 1 and shape[0] == 1
+    if is_batch or (is_list and isinstance(next(iter(value), 0), list | tuple | dict)):
+        raise ValueError(
+            f"{short_repr(value)} is nested, so its number of tokens is not clear. "
+            "Pass `--length-fn`, such as `builtins:len` to count its entries."
+        )
+    if shape:
         return shape[0]
     raise ValueError(
         f"{short_repr(value)} is not an integer, a string or a list. {_REMOVE_OR_FIX}"

@@ -99,9 +99,10 @@ def report(
     # Empty batches complete the last step.
     filler = plan.buckets.index(filler_bucket(plan))
     batches[filler] += steps * accumulate - batches.sum()
-    shares = 1 - flow.dropped / np.maximum(counts, 1)
+    lost = (flow.dropped / np.maximum(counts, 1)) @ by_sequence
+    kept = by_sequence.sum(axis=0) - np.rint(lost).astype(np.int64)
     tokens = by_sequence.sum(axis=1)
-    real = round(float((tokens * shares).sum()))
+    real = int(kept.sum())
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
     in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
     split = int(np.count_nonzero(np.asarray(lengths) > plan.max_seq_len)) if full else 0
@@ -120,7 +121,7 @@ def report(
         cost_unit=plan.cost_unit,
         split_examples=split,
         chunks=split + full,
-        sequence_tokens=tokens_by_name(plan.sequences, shares @ by_sequence),
+        sequence_tokens=tokens_by_name(plan.sequences, kept),
         wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, padded)),
     )
 
@@ -189,7 +190,12 @@ def _by_bucket(
     """
     index, size = index + 1, len(plan) + 1
     columns = lengths.reshape(len(lengths), -1).T
-    tokens = [np.bincount(index, weights=x, minlength=size) for x in columns]
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        return np.bincount(index, weights=values, minlength=size).astype(np.int64)
+
+    # In two parts, because the weights are float64, which is exact up to 2**53.
+    tokens = [sums(x & 0xFFFF) + (sums(x >> 16) << 16) for x in columns]
     return np.bincount(index, minlength=size)[1:], np.stack(tokens, axis=1)[1:]
 
 

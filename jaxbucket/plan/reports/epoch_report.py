@@ -281,4 +281,4 @@ def tokens_by_name(
     """Returns the tokens `[Q]` of sequences by name; None without names."""
     if not names:
         return None
-    return dict(zip(names, np.rint(tokens).astype(int).tolist(), strict=True))
+    return dict(zip(names, tokens.tolist(), strict=True))

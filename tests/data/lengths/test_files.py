@@ -3,9 +3,11 @@
 import csv
 import gzip
 import json
+import os
 import pathlib
 import re
 import sys
+import threading
 import tracemalloc
 from collections.abc import Callable
 
@@ -165,6 +167,41 @@ def test_the_length_of_a_list_is_its_number_of_items(tmp_path, name):
     assert result.tolist() == [len(each) for each in lists]
 
 
+NESTED = {
+    "a batch of one": [[7, 7, 7]],
+    "sentences": [[7, 7], [7]],
+    "chat messages": [{"role": "user", "content": "a"}] * 2,
+    "pairs of texts": [["user", "a"], ["assistant", "b"]],
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "function"])
+def test_nested_lists_are_refused_without_a_function(tmp_path, name, case, module):
+    values = [NESTED[case]] * 3
+    path = tmp_path / name
+    if name == "function":
+        examples = [{"x": value} for value in values]
+        pathlib.Path(f"{module}.py").write_text(f"def values(): return {examples}")
+
+        def measured(measure):
+            return lengths_by(f"{module}:values", "x", measure)
+
+    else:
+        WRITERS[name][0](path, values)
+
+        def measured(measure):
+            return lengths_in(path, "x", measure)
+
+    for unit in (None, "bytes"):
+        with pytest.raises(
+            ValueError, match=r"is nested, .* `--length-fn`, such as `b"
+        ):
+            measured(Measure(unit))
+    measure = Measure(length_fn=load_function("builtins:len"))
+    assert measured(measure).tolist() == [len(NESTED[case])] * 3
+
+
 ARROW_TYPES = {
     "large_string": (pyarrow.large_string(), texts_of(0)),
     "dictionary": (pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), texts_of(0)),
@@ -215,6 +252,11 @@ def test_records_are_measured_in_bytes_by_default(tmp_path, name, monkeypatch):
         ("x.csv", 'x\n"3"\n', [3]),
         ("x.jsonl", '3\n"ab"\n[1, 2, 3, 4]\n', [3, 2, 4]),
         ("x.jsonl", '{"x": 3}\n{"y": 1, "x": 5}\n', [3, 5]),
+        ("x.jsonl", '{"x": 3}\n{"x": 5}\n\n', [3, 5]),
+        ("x.ndjson", "3\r\n5\r\n \t\r\n\n", [3, 5]),
+        ("x.csv", "x\n3\n5\n\n", [3, 5]),
+        ("x.csv", "x\r\n3\r\n5\r\n\r\n\r\n", [3, 5]),
+        ("x.tsv", "x\n3\n5\n\n\n", [3, 5]),
     ],
 )
 def test_equivalent_files_have_the_same_lengths(tmp_path, name, content, lengths):
@@ -234,6 +276,77 @@ def test_a_quoted_csv_cell_may_contain_newlines(tmp_path):
     write_csv(tmp_path / "x.csv", ["a\nb", long])
     result = lengths_in(tmp_path / "x.csv", "x", Measure("characters"))
     assert result.tolist() == [3, len(long)]
+
+
+OPEN, CLOSED = '"Come in', 'he said."'
+SPEECHES = {
+    "twenty rows apart": {100: OPEN, 120: CLOSED},
+    "in two rows": {7: OPEN, 8: CLOSED},
+    "never closed": {500: OPEN},
+    "text after a quote": {0: '"では"と彼は言った。', 999: 'a "b" ""'},
+    "in every row": dict.fromkeys(range(1000), '"a"'),
+    "in the header": {},
+}
+
+
+@pytest.mark.parametrize("case", SPEECHES)
+@pytest.mark.parametrize("name", ["x.tsv", "x.tsv.gz"])
+def test_quotes_of_a_tab_separated_file_are_text(tmp_path, name, case):
+    texts = [SPEECHES[case].get(i, f"sentence {i}") for i in range(1000)]
+    header = '"id"\ttext\tms' if case == "in the header" else "id\ttext\tms"
+    rows = [f"{i}\t{text}\t{1000 + i}" for i, text in enumerate(texts)]
+    content = "\n".join([header, *rows, "", ""]).encode()
+    compressed = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(compressed)
+    assert lengths_in(tmp_path / name, "ms").tolist() == list(range(1000, 2000))
+    sizes = lengths_in(tmp_path / name, "text", Measure("characters"))
+    assert sizes.tolist() == [len(text) for text in texts]
+
+
+@pytest.mark.parametrize("text", ["a\nb", "a\n\nb\n", "a\tb", '"\ta"'])
+def test_quotes_around_tabs_or_newlines_are_read(tmp_path, text):
+    write_csv(tmp_path / "x.tsv", [text, 'say "x"', "c"], "\t")
+    sizes = lengths_in(tmp_path / "x.tsv", "x", Measure("characters"))
+    assert sizes.tolist() == [len(text), 7, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "x.tsv",
+            '"a\t1\nb"\t2\n"\t"\t3\n',
+            "line 3 is not CSV: tabs and newlines",
+        ),
+        ("x.tsv", '3\t"a\n4\t5\nb"\n', "line 4 is not CSV: tabs and newlines"),
+        ("x.tsv", '3\t"a\nb"\n"c\t4\nd"\t5\n', "line 5 is not CSV: tabs and newlines"),
+        ("x.tsv", '"a"b\t1\nc\n', "line 2 is not CSV: '\t' expected after"),
+        ("x.tsv", "3\t4\n\n3\t4\n", "line 3 is not CSV: it has 0 cells"),
+        ("x.tsv", '3\t4\n"5', "line 3 is not CSV: unexpected end"),
+        ("x.csv", "3,4\n \n", "line 3 is not CSV: it has 1 cells"),
+    ],
+)
+def test_rows_that_may_be_lost_are_refused(tmp_path, name, content, message):
+    header = "x\ty\n" if name == "x.tsv" else "x,y\n"
+    (tmp_path / name).write_text(header + content)
+    with pytest.raises(ValueError, match=message):
+        lengths_in(tmp_path / name, "x", Measure("characters"))
+
+
+def test_a_last_cell_of_spaces_is_a_row(tmp_path):
+    for name, content in (("x.csv", "x\na\n \n\n"), ("x.tsv", "x\ty\na\tb\n \t \n")):
+        (tmp_path / name).write_text(content)
+        sizes = lengths_in(tmp_path / name, "x", Measure("characters"))
+        assert sizes.tolist() == [1, 1]
+
+
+def test_a_tab_separated_pipe_is_read_once(tmp_path):
+    os.mkfifo(tmp_path / "x.tsv")
+    content = 'x\ty\n"a\t3\nb"\t5\n'
+    writer = threading.Thread(target=(tmp_path / "x.tsv").write_text, args=[content])
+    writer.start()
+    assert lengths_in(tmp_path / "x.tsv", "y").tolist() == [3, 5]
+    writer.join()
 
 
 def test_line_numbers_are_right_after_the_first_chunk(tmp_path):
@@ -389,7 +502,7 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
             None,
             "line 3 is not CSV: it has 2 cells, but the he",
         ),
-        ("x.csv", b"x\n3\n\n", None, "line 3 is not CSV: it has 0 cells, but the he"),
+        ("x.csv", b"x\n3\n\n4", None, "line 3 is not CSV: it has 0 cells, but the he"),
         ("x.csv", b'x\n"3\n4\n', None, "is not CSV: unexpected end of data. Fix"),
         (
             "x.csv",
@@ -446,11 +559,9 @@ def test_parquet_row_numbers_are_right_after_the_first_batch(tmp_path):
         ),
         ("x.array_record", b"x" * 2**17, None, "is not a complete .array_record file"),
         ("x.npy", b"x", "bytes", "contains lengths, not examples. Remove `--unit`"),
-        (
-            "x.parquet.gz",
-            b"x",
-            None,
-            "is compressed twice. Decompress it with `gunzip`",
+        *(
+            (f"x.{kind}.gz", b"x", None, "is gzipped, which only files of lines may")
+            for kind in ("npy", "npz", "parquet", "array_record")
         ),
     ],
 )

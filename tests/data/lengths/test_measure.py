@@ -413,3 +413,55 @@ def test_the_file_name_of_the_default_is_stable(tmp_path):
 def test_a_bool_is_not_a_length():
     with pytest.raises(ValueError, match="has length True, which is not an integer"):
         measure_lengths([{"x": [1]}], length_fn=lambda x: True, progress=False)
+
+
+def batches_of_one(dtype=np.int32, shape=()):
+    return [{"x": np.zeros((1, n, *shape), dtype), "y": np.int32(1)} for n in (4, 9, 2)]
+
+
+NESTED = {
+    "tokens": (batches_of_one(), {}),
+    "frames": (batches_of_one(np.float32, (80,)), {"sequences": ["x"]}),
+    "lists": ([{"x": [[1, 2]]}, {"x": [[3]]}], {}),
+    "two features": ([x | {"z": x["x"]} for x in batches_of_one()], {}),
+    "two sequences": (
+        [{"a": x["x"], "b": [1, 2]} for x in batches_of_one()],
+        {"sequences": {"a": ["a"], "b": ["b"]}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_arrays_with_an_axis_too_many_are_refused(tmp_path, case):
+    source, options = NESTED[case]
+    message = r"All lengths are 1, because feature '[xa]' .* \[1, [24].*`length_fn`"
+    for more in ({}, {"cache": tmp_path}, {"cache": tmp_path}):
+        with pytest.raises(ValueError, match=message):
+            measured(source, **options, **more)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"role": "user"}, [1, {"a": 2}], ({"a": 1}, 2)],
+    ids=["dict", "list", "tu"],
+)
+@pytest.mark.parametrize("sequences", [None, ["x"], {"x": ["x"], "y": ["y"]}])
+def test_features_of_lists_of_objects_are_refused(entry, sequences):
+    array = np.empty(2, object)
+    array[:] = [entry, entry]
+    source = [{"x": array, "y": [1, 2]}]
+    with pytest.raises(ValueError, match="'x' is a list of dicts or lists.*length_fn"):
+        measured(source, sequences=sequences)
+    functions = {"x": lambda example: 5, "y": lambda example: 2}
+    lengths = measured(source, length_fn=functions)
+    assert lengths["x"].tolist() == [5]
+
+
+def test_a_single_frame_is_no_batch():
+    source = [{"x": np.zeros((n, 80)), "y": [""] * n} for n in (1, 3)]
+    assert measured(source).tolist() == [1, 3]
+    assert measured(source[:1], length_fn=lambda x: len(x["x"])).tolist() == [1]
+    images = [{"x": np.zeros((1, n, 3))} for n in (4, 9)]
+    sequences = {"h": ["x"], "w": ["x"]}
+    assert measured(images, sequences=sequences)["w"].tolist() == [4, 9]
+    assert measured([{"x": [7]}, {"x": ["word"]}]).tolist() == [1, 1]

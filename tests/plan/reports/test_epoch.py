@@ -208,3 +208,25 @@ def test_the_padding_of_sequences_agrees_with_the_schedule(remainder, order):
         tolerance = 0.02 if remainder == "drop" and order == "shuffled" else 1e-9
         padding = epoch.sequence_padding[name]
         assert padding == pytest.approx(1 - real / padded, abs=tolerance)
+
+
+@pytest.mark.parametrize("overlong", ["error", "truncate", "split"])
+@pytest.mark.parametrize("longest", [2**31 - 1, 2**31 - 3])
+def test_real_tokens_beyond_the_integers_of_float64_are_exact(overlong, longest):
+    lengths = np.full(7_000_001, longest, np.int32)
+    lengths[::9] = 1
+    size = longest if overlong == "error" else longest - 2
+    plan = BucketPlan.from_shapes([(1, 7), (1, size)], overlong=overlong)
+    expected = int(lengths.sum(dtype=np.int64))
+    if overlong == "truncate":
+        expected = int(np.minimum(lengths, size).sum(dtype=np.int64))
+    assert report(plan, lengths).real_tokens == expected
+
+
+def test_tokens_of_several_sequences_are_exact():
+    sizes = {"x": 2**30 + 1, "y": 2**30 - 3}
+    lengths = {name: np.full(9_000_001, size) for name, size in sizes.items()}
+    epoch = report(BucketPlan.from_shapes([(1, sizes)]), lengths)
+    tokens = {name: 9_000_001 * size for name, size in sizes.items()}
+    assert epoch.sequence_tokens == tokens
+    assert epoch.real_tokens == sum(tokens.values())
