@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,10 +17,22 @@ _MOST_SIZES, _MOST_STATES = 64, 1024
 _FEW_SIZES, _FEW_STATES = 4, 1 << 13
 
 
-def fitted(
-    sizes: StepSizes, counts: Sequence[int] | np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Returns the cheapest rows of a step of each bucket, and the cost of an epoch.
+class Fit(NamedTuple):
+    """The steps of K buckets.
+
+    Attributes:
+      rows: `[K]` int64, the rows of a step of each bucket.
+      steps: `[K]` int64, the steps of each bucket in an epoch.
+      cost: the cost of the epoch.
+    """
+
+    rows: np.ndarray
+    steps: np.ndarray
+    cost: float
+
+
+def fitted(sizes: StepSizes, counts: Sequence[int] | np.ndarray) -> Fit:
+    """Returns the cheapest steps of each bucket.
 
     Each bucket either holds all its rows, in the smallest steps, or fills its steps and
     promotes the remainder to the next bucket. Partial choices are extended bucket by
@@ -29,14 +42,11 @@ def fitted(
       >>> rows = np.array([1, 4])
       >>> sizes = StepSizes(1, rows, rows[1:], 4 * rows[None], holders=rows[None])
       >>> fitted(sizes, [5])
-      (array([3]), 24)
+      Fit(rows=array([3]), steps=array([2]), cost=24)
 
     Args:
       sizes: the possible steps of K shapes, each longer than the previous one.
       counts: `[K]` integers, the number of examples in each bucket.
-
-    Returns:
-      `[K]` int64 rows of a step, and the cost.
     """
     counts = np.asarray(counts, np.int64)
     carry, cost = np.zeros(1, np.int64), np.zeros(1, sizes.costs.dtype)
@@ -56,13 +66,14 @@ def fitted(
         batches = batches[parent] + steps
         best = _best(rest, cost, batches, size)
         carry, cost, batches = rest[best], cost[best], batches[best]
-        history.append((parent[best], size[best]))
-    chosen, last = [], 0
-    for parent, size in reversed(history):
-        chosen.append(int(size[last]))
+        history.append((parent[best], size[best], steps[best]))
+    columns, last = [], 0
+    for parent, size, steps in reversed(history):
+        columns.append((size[last], steps[last]))
         last = parent[last]
-    rows = np.array(chosen[::-1], np.int64)
-    return sizes.holding(np.arange(len(rows)), rows), cost[0].item()
+    rows, number = np.array(columns[::-1], np.int64).T
+    rows = sizes.holding(np.arange(len(rows)), rows)
+    return Fit(rows, number, cost[0].item())
 
 
 def _best(

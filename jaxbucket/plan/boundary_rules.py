@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.batch_sizes import fitted
+from jaxbucket.plan.batch_sizes import Fit, fitted
 from jaxbucket.plan.step_sizes import StepSizes
 
 
@@ -72,7 +72,15 @@ class Candidates:
         Args:
           chosen: `[K]` increasing indices of the candidates at which buckets end.
         """
-        return fitted(self.sizes.take(chosen), self.counts(chosen))[1]
+        return self.fit(chosen).cost
+
+    def fit(self, chosen: np.ndarray) -> Fit:
+        """Returns the cheapest steps of each bucket.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
+        return fitted(self.sizes.take(chosen), self.counts(chosen))
 
 
 Chooser: TypeAlias = Callable[[Candidates, int], np.ndarray]

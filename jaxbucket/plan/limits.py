@@ -250,7 +250,7 @@ class Limits:
         if counts is not None:
             counts = np.asarray(counts, np.int64)
             sizes = self._sizes(seq_lens, batch_sizes, np.cumsum(counts))
-            batch_sizes = fitted(sizes, counts)[0] // self.accumulate
+            batch_sizes = fitted(sizes, counts).rows // self.accumulate
         plan = BucketPlan(
             tuple(map(Bucket, batch_sizes.tolist(), seq_lens.tolist())),
             max_tokens=budget,

@@ -109,7 +109,7 @@ class Problem:
     def epoch_cost(self, chosen: np.ndarray) -> int:
         """Returns `Candidates.epoch_cost` as a scaled integer."""
         counts = np.diff(self.examples[chosen], prepend=0)
-        return int(fitted(self.sizes.take(chosen), counts)[1])
+        return int(fitted(self.sizes.take(chosen), counts).cost)
 
     def padded_cost(self, chosen: np.ndarray) -> int:
         """Returns the cost of an epoch without promoted rows, as a scaled integer."""

@@ -135,10 +135,13 @@ class Optimum:
         for number in sorted({len(best), size}):
             best = self._search(best, number)
         best = self._indices[best]
-        if self.exact:
-            return best
-        by_rule = [rule(self._candidates, num_buckets) for rule in RULES.values()]
-        return min([best, *by_rule], key=self._candidates.epoch_cost)
+        if not self.exact:
+            by_rule = [rule(self._candidates, num_buckets) for rule in RULES.values()]
+            best = min([best, *by_rule], key=self._candidates.epoch_cost)
+        # A bucket may promote all its rows.
+        is_used = self._candidates.fit(best).steps > 0
+        is_used[-1] = True
+        return best[is_used]
 
     def _search(self, best: np.ndarray, num_buckets: int) -> np.ndarray:
         """Returns a better choice if one of several, ever wider searches finds one."""

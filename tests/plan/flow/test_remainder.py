@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxbucket.plan.flow import remainder
-from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders, least_cost
+from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 
 
 def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
@@ -97,24 +97,6 @@ def test_the_cheapest_policy_depends_on_the_batch_costs():
     flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
     assert flow.carried.tolist() == [0, 0]
     assert flow_remainders([5, 2], [4, 2], costs=[1.5, 0.1]).carried.tolist() == [0, 1]
-
-
-def random_buckets(rng: np.random.Generator, size: int) -> tuple[np.ndarray, ...]:
-    counts = rng.integers(0, rng.choice([2, 30, 1000]), size)
-    batch_sizes = rng.integers(1, int(rng.choice([3, 50, 500])), size)
-    seq_lens = np.cumsum(rng.integers(1, 20, size))
-    return counts, batch_sizes, batch_sizes * seq_lens
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_least_cost_equals_the_cost_of_the_flow(seed):
-    rng = np.random.default_rng(seed)
-    counts, sizes, costs = random_buckets(rng, int(rng.integers(1, 60)))
-    flow = flow_remainders(counts, sizes, costs)
-    expected = int((flow.batches * costs).sum())
-    columns = counts.tolist(), sizes.tolist(), costs.tolist(), [0] * len(counts)
-    assert least_cost(*columns, limit=expected)[0] == expected
-    assert least_cost(*columns, limit=expected - 1)[0] is None
 
 
 def test_many_buckets_are_processed_with_vectorized_carries(monkeypatch):
