@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.precision import at_least_float32, moved_toward
+from jaxbucket.optim.precision import at_least_float32
 
 
 class AverageParamsState(NamedTuple):
@@ -87,7 +87,7 @@ def average_params(decay: float = 0.999) -> optax.GradientTransformationExtraArg
             # 1 / (1 + decay + decay**2 + ...), without cancellation if decay is near 1.
             exponent = num_updates.astype(average.dtype) * log_decay
             weight = (decay - 1) / jnp.expm1(exponent)
-            return moved_toward(average, param.astype(average.dtype), weight)
+            return average + weight * (param.astype(average.dtype) - average)
 
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(moved, state.average, new)
