@@ -132,11 +132,14 @@ def test_train_lm_has_the_same_result_with_one_and_two_processes(jsonl, tmp_path
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 def test_train_lm_runs_with_its_defaults(tmp_path, num_devices):
-    out = tmp_path / "summary.json"
+    """On each number of devices, with a smaller model and fewer documents."""
+    out, data = tmp_path / "summary.json", tmp_path / "documents.txt"
+    data.write_text("\n".join(str(n) * n for n in range(1, 400)))
+    small = ("--steps", 1, "--width", 16, "--layers", 1, "--json", out, "--data", data)
     devices = f"--xla_force_host_platform_device_count={num_devices}"
     command = [sys.executable, "-W", "error", EXAMPLES / "train_lm.py"]
     run = subprocess.run(
-        [*map(str, command), "--steps", "1", "--json", str(out)],
+        [*map(str, (*command, *small))],
         env={**os.environ, "XLA_FLAGS": devices},
         capture_output=True,
         text=True,
