@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("--width", type=int, default=128, help="width of the model")
     option("--layers", type=int, default=2, help="number of layers")
-    option("--lr", type=float, default=8e-3, help="peak learning rate")
-    option("--steps", type=int, default=700, help="steps to train and decay for")
+    option("--lr", type=float, default=4e-3, help="peak learning rate")
+    option("--steps", type=int, default=350, help="steps to train and decay for")
     option("--seed", type=int, default=0, help="seed of the model and of the batches")
 
 

@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Choose a few shapes (B, T), and assign documents to steps.
         splits = documents.load(args.data, args.field, args.max_len)
         lengths = jb.measure_lengths(splits.train)
+        fitting = max(1, min(8, args.max_tokens // args.max_len))
         rows = jb.plan_packing(
             lengths,
             max_tokens=args.max_tokens,
             num_buckets=args.num_buckets,
-            batch_size_multiple=args.batch_size_multiple,
+            batch_size_multiple=args.batch_size_multiple or fitting,
             seq_len_multiple=32,
             pack=args.pack,
             cost_fn=jb.plan.TransformerCost(args.width, args.layers, VOCABULARY),
@@ -129,9 +130,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     option("--data", help=".jsonl or .txt file, or folder; default: Python's library")
     option("--field", default="text", help="the field of a .jsonl line with its text")
     option("--max-len", type=int, default=1024, help="bytes to truncate documents to")
-    option("--max-tokens", type=int, default=4096, help="maximum tokens per batch")
+    option("--max-tokens", type=int, default=8192, help="maximum tokens per batch")
     option("--num-buckets", type=int, default=8, help="maximum number of shapes")
-    option("--batch-size-multiple", type=int, default=4, help="every B is a multiple")
+    option("--batch-size-multiple", type=int, help="of every B; default: up to 8")
     option("--pack", default="never", help="pack documents: auto, always or never")
     recipe.add_options(parser)
     option("--checkpoint", help="a folder to save to, and to continue from")

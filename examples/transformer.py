@@ -51,12 +51,7 @@ class Transformer(nnx.Module):
         """
         x = self.embed(inputs)
         for layer, block in enumerate(self.blocks):
-            layer_keys = (
-                None
-                if keys is None
-                else jax.vmap(jax.random.fold_in, (0, None))(keys, layer)
-            )
-            x = block(x, positions, layer_keys, segment_ids)
+            x = block(x, positions, fold_in(keys, layer), segment_ids)
         return self.head(self.norm(x))
 
 
@@ -91,9 +86,9 @@ class Block(nnx.Module):
         segment_ids: jax.Array | None,
     ) -> jax.Array:
         y = self._attend(self.norms[0](x), positions, segment_ids)
-        x = x + self._drop(y, keys)
+        x = x + self._drop(y, fold_in(keys, 0))
         hidden = nnx.gelu(self.up(self.norms[1](x)))
-        return x + self._drop(self.down(hidden), keys)
+        return x + self._drop(self.down(hidden), fold_in(keys, 1))
 
     def _attend(
         self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None
@@ -114,6 +109,12 @@ class Block(nnx.Module):
             return x
         # Each row has its own key, so its dropout mask is the same on any mesh.
         return jax.vmap(lambda row, key: self.dropout(row, rngs=key))(x, keys)
+
+
+def fold_in(keys: jax.Array | None, index: int) -> jax.Array | None:
+    """Returns other keys `[B]` for each index, so that no two layers share a mask."""
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    return None if keys is None else fold(keys, index)
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:

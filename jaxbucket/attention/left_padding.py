@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from jaxbucket.base.batch import Batch
 
 
-def left_padded(
-    batch: Batch, *, sequences: str | Collection[str] | None = None
-) -> Batch:
+def left_padded(batch: Batch, *, sequences: str | Collection[str]) -> Batch:
     """Returns the batch with padding at the beginning of rows, for decoding.
 
     All rows then end with a real token, so that a model which generates tokens
@@ -24,14 +22,15 @@ def left_padded(
       >>> ids = jnp.array([[1, 1, 0], [1, 1, 1]])
       >>> x = jnp.array([[7, 3, 0], [5, 9, 4]])
       >>> batch = Batch({"x": x}, {"x": ids}, {"x": ids - 1})
-      >>> left = left_padded(batch)
+      >>> left = left_padded(batch, sequences="x")
       >>> left.features["x"].tolist(), left.mask[0].tolist()
       ([[0, 7, 3], [5, 9, 4]], [False, True, True])
 
     Args:
       batch: a batch with padding at the end of rows, as loaders yield it.
-      sequences: the features to move, or the name of one; by default all of shape
-        `[B, T, ...]`. Segment ids and positions are always moved.
+      sequences: the features to move, of shape `[B, T, ...]`, or the name of one. They
+        are not known from shapes: class scores `[B, 8]` look like a sequence where T is
+        8. Segment ids and positions are always moved.
 
     Raises:
       ValueError: if examples have several sequences, each with its own lengths; or if
@@ -44,9 +43,7 @@ def left_padded(
     return _moved(batch, places + end, sequences)
 
 
-def right_padded(
-    batch: Batch, *, sequences: str | Collection[str] | None = None
-) -> Batch:
+def right_padded(batch: Batch, *, sequences: str | Collection[str]) -> Batch:
     """Returns the batch with padding at the end of rows: the inverse of `left_padded`.
 
     `predict` removes padding at the end of rows, so outputs `[B, T, ...]` of a
@@ -56,15 +53,15 @@ def right_padded(
       >>> ids = jnp.array([[1, 1, 0], [1, 1, 1]])
       >>> x = jnp.array([[7, 3, 0], [5, 9, 4]])
       >>> batch = Batch({"x": x}, {"x": ids}, {"x": ids - 1})
-      >>> left = left_padded(batch)
+      >>> left = left_padded(batch, sequences="x")
       >>> outputs = {"y": 10 * left.features["x"]}
-      >>> right_padded(left._replace(features=outputs)).features["y"].tolist()
+      >>> left = left._replace(features=outputs)
+      >>> right_padded(left, sequences="y").features["y"].tolist()
       [[70, 30, 0], [50, 90, 40]]
 
     Args:
       batch: a batch with padding at the beginning of rows.
-      sequences: the features to move, or the name of one; by default all of shape
-        `[B, T, ...]`. Segment ids and positions are always moved.
+      sequences: the features to move, as for `left_padded`.
 
     Raises:
       ValueError: as `left_padded`.
@@ -86,9 +83,7 @@ def _places_and_ids(batch: Batch) -> tuple[jax.Array, jax.Array]:
     return jnp.arange(ids.shape[1], dtype=jnp.int32), ids
 
 
-def _moved(
-    batch: Batch, places: jax.Array, sequences: str | Collection[str] | None
-) -> Batch:
+def _moved(batch: Batch, places: jax.Array, sequences: str | Collection[str]) -> Batch:
     """Returns the batch with other places for tokens.
 
     Args:
@@ -112,12 +107,10 @@ def _moved(
 
 
 def _names(
-    batch: Batch, shape: tuple[int, int], sequences: str | Collection[str] | None
+    batch: Batch, shape: tuple[int, int], sequences: str | Collection[str]
 ) -> list[str]:
     """Returns the names of the features to move."""
     known = [name for name, x in batch.features.items() if x.shape[:2] == shape]
-    if sequences is None:
-        return known
     names = [sequences] if isinstance(sequences, str) else list(sequences)
     if not names or not set(known).issuperset(map(str, names)):
         raise ValueError(

@@ -37,7 +37,8 @@ def example_sums(
         with their own lengths.
 
     Returns:
-      `[B, S, ...]`, 0 for missing examples; `[B, ...]` if `max_segments` is None.
+      `[B, S, ...]`, 0 for missing examples; `[B, ...]` if `max_segments` is None. The
+      dtype is that of `x.sum()`.
 
     Raises:
       ValueError: if `x` does not have shape `[B, T, ...]`, or `sequence` is missing
@@ -53,10 +54,12 @@ def example_sums(
     x = jnp.where(is_real, x, jnp.zeros((), x.dtype))
     if max_segments is None:
         return x.sum(axis=1)
-    x = x.astype(jnp.int32) if x.dtype == bool else x
+    # As `sum` does: integers do not overflow, and half precision is added in float32.
+    dtype = jax.eval_shape(jnp.sum, x).dtype
+    is_half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
 
     def of_row(x: jax.Array, ids: jax.Array) -> jax.Array:
         # Padding has id 0.
-        return jax.ops.segment_sum(x, ids, max_segments + 1)[1:]
+        return jax.ops.segment_sum(x, ids, max_segments + 1)[1:].astype(dtype)
 
-    return jax.vmap(of_row)(x, ids)
+    return jax.vmap(of_row)(x.astype(jnp.float32 if is_half else dtype), ids)

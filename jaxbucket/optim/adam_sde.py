@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.precision import at_least_float32, wide_float
+from jaxbucket.optim.precision import at_least_float32, moved_toward, wide_float
 from jaxbucket.optim.scaling_rules import BatchScaling
 
 
@@ -117,10 +117,10 @@ def scale_by_adam_sde(
         # Computed without the scaled decay, because 1 - decay would round small gains.
         gains = [jnp.minimum(1, ratio * (1 - b)) for b in (b1, b2)]
         grads = jax.tree.map(at_least_float32, updates)
-        mu = _average(gains[0], state.mu, grads)
-        nu = _average(gains[1], state.nu, jax.tree.map(_square, grads))
-        mu_seen = state.mu_seen + gains[0] * (1 - state.mu_seen)
-        nu_seen = state.nu_seen + gains[1] * (1 - state.nu_seen)
+        squares = jax.tree.map(_square, grads)
+        one = jnp.ones((), wide_float())
+        mu, mu_seen = _average(gains[0], (state.mu, state.mu_seen), (grads, one))
+        nu, nu_seen = _average(gains[1], (state.nu, state.nu_seen), (squares, one))
 
         def scaled(mu: jax.Array, nu: jax.Array, update: jax.Array) -> jax.Array:
             # root * mean / (sqrt(squares) + eps / root), without a division by zero if
@@ -142,11 +142,8 @@ def _square(value: jax.Array) -> jax.Array:
     return (value * value.conj()).real
 
 
-def _average(gain: jax.Array, old: optax.Updates, new: optax.Updates) -> Any:
-    def average(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old + gain.astype(old.dtype) * (new - old)
-
-    return jax.tree.map(average, old, new)
+def _average(gain: jax.Array, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda old, new: moved_toward(old, new, gain), old, new)
 
 
 def _corrected(average: jax.Array, seen: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ from jaxbucket.train.checkpoint_state import (
     like_template,
     parts_to_skip,
     restore_without,
+    warn_of_new_constants,
 )
 
 # The operating system releases the lock when its process ends, even if it is killed.
@@ -289,7 +290,9 @@ class Checkpoints:
             Python number; weakly typed scalars stay weakly typed, and uncommitted
             arrays stay uncommitted. A step that was compiled for `state` therefore
             accepts the restored state. If it has no optimizer, as
-            `create_state(model, mesh=mesh)`, that of the checkpoint is not read.
+            `create_state(model, mesh=mesh)`, that of the checkpoint is not read. A
+            warning says if a constant of `optax.inject_hyperparams`, such as the
+            learning rate, is not the saved one, which is restored.
 
         Returns:
           The state, the position in the data, and the extra values.
@@ -321,6 +324,7 @@ class Checkpoints:
         if position.step != step:
             raise self._damaged(folder, f"its position is at step {position.step}")
         check_keys(folder, state, read)
+        warn_of_new_constants(folder, state, read)
         self._last = step
         restored = jax.tree.map(like_template, state, read)
         return Restored(restored, position, saved.extra)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -14,6 +16,9 @@ from jax.tree_util import keystr
 
 from jaxbucket.train.model_checks import is_absent
 from jaxbucket.train.state import TrainState
+
+# The value of an argument, or the state of its schedule, in `optax.inject_hyperparams`.
+_INJECTED = re.compile(r"(.*\.)hyperparams(_states)?\.([^.]+)")
 
 
 def parts_to_skip(state: Any) -> tuple[str, ...]:
@@ -87,6 +92,36 @@ def check_keys(folder: epath.Path, state: Any, restored: Any) -> None:
             raise _different_state(folder, _name(path), leaf.dtype, read.dtype)
 
 
+def warn_of_new_constants(folder: epath.Path, state: Any, restored: Any) -> None:
+    """Warns of arguments of `optax.inject_hyperparams` that the restored state ignores.
+
+    Schedules are part of the optimizer, but constants of its state.
+    """
+    leaves = jax.tree.leaves_with_path(state)
+    matches = [_INJECTED.match("." + _name(path)) for path, _ in leaves]
+    scheduled = {match.group(1, 3) for match in matches if match and match[2]}
+    for (path, new), old, match in zip(
+        leaves, jax.tree.leaves(restored), matches, strict=True
+    ):
+        if not match or match[2] or match.group(1, 3) in scheduled:
+            continue
+        if _has_known_value(new) and not np.array_equal(new, old):
+            where, new, old = f"state{keystr(path)}", np.asarray(new), np.asarray(old)
+            warnings.warn(
+                f"`{where}` is {new} in the state passed to `restore`, but {old} in "
+                f"the checkpoint {folder}, which is restored. To continue with the new "
+                f"value, assign it to the restored state: `{where} = "
+                f"jnp.full_like({where}, {new})`.",
+                stacklevel=3,
+            )
+
+
+def _has_known_value(leaf: Any) -> bool:
+    """Returns whether a leaf has a value, which this process can read."""
+    is_array = isinstance(leaf, jax.Array)
+    return is_array and leaf.is_fully_replicated and not leaf.is_deleted()
+
+
 def _different_state(folder: epath.Path, name: str, now: Any, was: Any) -> ValueError:
     return ValueError(
         f"The checkpoint {folder} is of a different model or optimizer: {name} is "
@@ -142,17 +177,23 @@ def abstract_leaf(leaf: Any) -> Any:
 
 
 def like_template(template: Any, leaf: Any) -> Any:
-    """Returns a restored leaf, weakly typed and uncommitted if the template is.
+    """Returns a copy of a restored leaf, weakly typed and uncommitted as the template.
 
     Orbax restores neither property. Without them, a step would be compiled again, or
-    would reject the leaf together with batches on several devices.
+    would reject the leaf together with batches on several devices. A step cannot reuse
+    the buffers that Orbax returns. They are freed, so only one leaf is there twice.
     """
+    if not isinstance(leaf, jax.Array):
+        return leaf
     uncommitted = isinstance(template, jax.Array) and not template.committed
     if getattr(template, "weak_type", False) and leaf.shape == ():
         # The type of a Python number is weak.
         return jax.device_put(leaf.item(), None if uncommitted else leaf.sharding)
     if not uncommitted:
-        return leaf
+        copy = jax.device_put(leaf, leaf.sharding, may_alias=False)
+        jax.block_until_ready(copy)
+        leaf.delete()
+        return copy
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.array(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import linen, nnx
@@ -26,7 +24,9 @@ def without_local_batch_norm(
 
     Flax's `BatchNorm` computes statistics of the rows that it is given, so results
     would depend on the number of devices. Layers whose `axis_name` has all axes of the
-    batch compute those of all rows, and running averages are the same everywhere.
+    batch compute those of all rows, and running averages are the same everywhere. Calls
+    of Linen modules are looked at, and the layers of an NNX model after the call, which
+    may have called `model.eval()`. NNX layers that the function makes are not seen.
 
     Args:
       function: a function of the user that calls the model.
@@ -40,17 +40,24 @@ def without_local_batch_norm(
         return function
 
     @functools.wraps(function)
-    def checked(*args: Any) -> Any:
-        with linen.intercept_methods(check_linen), _checked_nnx(check):
-            return function(*args)
+    def checked(model: Any, *args: Any) -> Any:
+        with linen.intercept_methods(check_linen):
+            result = function(model, *args)
+        for _, layer in nnx.iter_graph(model) if isinstance(model, nnx.Module) else ():
+            if isinstance(layer, nnx.BatchNorm) and not hasattr(layer, "sees_all_rows"):
+                check(layer, layer.use_running_average, "nnx.BatchNorm", "NnxBatchNorm")
+        return result
 
     def check_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, method = context.module, getattr(context.orig_method, "func", None)
         # Subclasses may call the method of Flax, or compute statistics of their own.
         if method is inspect.unwrap(linen.BatchNorm.__call__):
+            # Either the layer or the call says it.
             uses_averages = layer.use_running_average
             if uses_averages is None:
-                uses_averages = _argument(args, kwargs)
+                uses_averages = kwargs.get(
+                    "use_running_average", (*args, None, None)[1]
+                )
             check(layer, uses_averages, "linen.BatchNorm", "LinenBatchNorm")
         return next_fun(*args, **kwargs)
 
@@ -61,15 +68,11 @@ def without_local_batch_norm(
             raise ValueError(
                 f"`{argument}` uses `{name}`, whose statistics are those of the rows "
                 f"of one device with `mode={mode!r}`. Use `jb.layers.{ours}`, which "
-                "has the same parameters, or `mode='jit'`."
+                "has the same parameters, `mode='jit'`, or a layer with "
+                "`use_running_average=True`."
             )
 
     return checked
-
-
-def _argument(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Returns `use_running_average` of a call, by default None."""
-    return kwargs.get("use_running_average", (*args, None, None)[1])
 
 
 def _covers(layer: Any, axes: set[str]) -> bool:
@@ -77,37 +80,3 @@ def _covers(layer: Any, axes: set[str]) -> bool:
     names = layer.axis_name
     names = (names,) if isinstance(names, str) else names or ()
     return layer.axis_index_groups is None and axes <= {*names}
-
-
-_Check = Callable[[Any, Any, str, str], None]
-_nnx_check: contextvars.ContextVar[_Check | None] = contextvars.ContextVar(
-    "_nnx_check", default=None
-)
-
-
-@contextmanager
-def _checked_nnx(check: _Check) -> Iterator[None]:
-    """Calls a function before each call of `nnx.BatchNorm` in this thread."""
-    _make_nnx_checkable()
-    token = _nnx_check.set(check)
-    try:
-        yield
-    finally:
-        _nnx_check.reset(token)
-
-
-@functools.cache
-def _make_nnx_checkable() -> None:
-    """Replaces the method of `nnx.BatchNorm`, because NNX has no interceptors."""
-    call = nnx.BatchNorm.__call__
-
-    @functools.wraps(call)
-    def checkable(self: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
-        if check := _nnx_check.get():
-            uses_averages = _argument(args, kwargs)
-            if uses_averages is None:
-                uses_averages = self.use_running_average
-            check(self, uses_averages, "nnx.BatchNorm", "NnxBatchNorm")
-        return call(self, *args, **kwargs)
-
-    nnx.BatchNorm.__call__ = checkable

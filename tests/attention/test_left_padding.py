@@ -1,5 +1,7 @@
 """Left padding against rows that are padded by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +20,13 @@ def make_batch():
     return jb.data.collate_rows(rows, jb.Bucket(4, 5), sequences=["x", "y"])
 
 
+def moved_left(batch, sequences=("x", "y")):
+    return jb.attention.left_padded(batch, sequences=sequences)
+
+
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_rows_end_with_their_last_token(transform):
-    left = transform(jb.attention.left_padded)(make_batch())
+    left = transform(moved_left)(make_batch())
     want = [[0] * (5 - len(row or [])) + (row or []) for row in ROWS]
     np.testing.assert_array_equal(left.features["x"], want)
     np.testing.assert_array_equal(left.mask, np.array(want) > 0)
@@ -36,24 +42,30 @@ def test_packed_rows_are_moved_as_a_whole():
     batch = jb.data.collate_rows(
         [[{"x": [7, 3]}, {"x": [5]}]], jb.Bucket(1, 5), max_segments=2
     )
-    left = jb.attention.left_padded(batch)
+    left = moved_left(batch, "x")
     assert left.features["x"].tolist() == [[0, 0, 7, 3, 5]]
     assert left.segment_ids["x"].tolist() == [[0, 0, 1, 1, 2]]
     assert left.positions["x"].tolist() == [[0, 0, 0, 1, 0]]
 
 
-def test_features_may_be_named():
-    left = jb.attention.left_padded(make_batch(), sequences=["x"])
-    np.testing.assert_array_equal(left.features["y"], make_batch().features["y"])
+@pytest.mark.parametrize("names", ["x", ["x"], ("y", "x")])
+@pytest.mark.parametrize("shape", [(4, 5), (4, 5, 2)])
+def test_only_the_named_features_are_moved(names, shape):
+    """T class scores have the shape of a sequence."""
+    scores = np.arange(np.prod(shape)).reshape(shape)
+    batch = make_batch()._replace(features=make_batch().features | {"scores": scores})
+    left = moved_left(batch, names)
+    back = jb.attention.right_padded(left, sequences=names)
+    for name, x in batch.features.items():
+        np.testing.assert_array_equal(back.features[name], x)
+        is_moved = not np.array_equal(left.features[name], x)
+        assert is_moved == (name in names)
 
 
-def test_a_single_feature_may_be_named_without_a_list():
-    batch = make_batch()
-    batch = batch._replace(features={**batch.features, "xy": batch.features["x"]})
-    left = jb.attention.left_padded(batch, sequences="xy")
-    np.testing.assert_array_equal(left.features["x"], batch.features["x"])
-    moved = jb.attention.left_padded(batch).features["x"]
-    np.testing.assert_array_equal(left.features["xy"], moved)
+@pytest.mark.parametrize("move", [jb.attention.left_padded, jb.attention.right_padded])
+def test_names_are_required(move):
+    with pytest.raises(TypeError, match="required keyword-only argument: 'sequences'"):
+        move(make_batch())
 
 
 @pytest.mark.parametrize("names", [[], [""], ["z"], ["x", "label"], ["pooled"], [3]])
@@ -65,8 +77,8 @@ def test_names_must_be_those_of_sequences(names):
 
 
 def test_rows_that_are_left_padded_are_unchanged():
-    left = jb.attention.left_padded(make_batch())
-    for again in (jb.attention.left_padded, jax.jit(jb.attention.left_padded)):
+    left = moved_left(make_batch())
+    for again in (moved_left, jax.jit(moved_left)):
         jax.tree.map(np.testing.assert_array_equal, again(left), left)
 
 
@@ -74,18 +86,15 @@ def test_several_sequences_are_refused():
     ids = jnp.ones((1, 2), jnp.int32)
     batch = jb.Batch({}, {"a": ids, "b": ids}, {"a": ids, "b": ids})
     with pytest.raises(ValueError, match=r"`batch` has the sequences \['a', 'b'\]"):
-        jb.attention.left_padded(batch)
+        moved_left(batch)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_padding_is_moved_back(transform):
     batch = make_batch()
-    back = transform(jb.attention.right_padded)(jb.attention.left_padded(batch))
+    moved_right = functools.partial(jb.attention.right_padded, sequences=["x", "y"])
+    back = transform(moved_right)(moved_left(batch))
     jax.tree.map(np.testing.assert_array_equal, back, batch)
-    left = jb.attention.left_padded(batch)
-    back = jb.attention.right_padded(left, sequences="y")
-    np.testing.assert_array_equal(back.features["x"], left.features["x"])
-    np.testing.assert_array_equal(back.features["y"], batch.features["y"])
 
 
 def test_outputs_that_are_moved_back_are_predicted():
@@ -95,9 +104,11 @@ def test_outputs_that_are_moved_back_are_predicted():
     mesh = jb.data_mesh(jax.devices()[:1])
 
     def predict_fn(params, batch):
-        left = jb.attention.left_padded(batch)
+        left = moved_left(batch, "x")
         outputs = {"y": 2 * left.features["x"]}
-        return jb.attention.right_padded(left._replace(features=outputs)).features
+        outputs["scores"] = jnp.tile(jnp.arange(5), (len(left.features["x"]), 1))
+        left = left._replace(features=outputs)
+        return jb.attention.right_padded(left, sequences="y").features
 
     outputs = jb.predict(
         jb.make_predict_step(predict_fn, mesh),
@@ -107,3 +118,4 @@ def test_outputs_that_are_moved_back_are_predicted():
     assert [x["y"].tolist() for x in outputs] == [
         [2 * i for i in row] for row in ROWS if row
     ]
+    assert all(x["scores"].tolist() == [0, 1, 2, 3, 4] for x in outputs)

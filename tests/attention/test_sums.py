@@ -1,6 +1,7 @@
 """Sums over examples, against numpy, in padded and packed rows."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,6 +35,28 @@ def test_packed_rows_have_a_sum_for_each_example():
     counts = example_sums(batch.mask, batch, 3)
     assert counts.tolist() == [[3, 1, 0], [0, 0, 0], [2, 1, 0]]
     assert example_sums(batch.features["y"], batch, 3).shape == (3, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [
+        *((np.uint8, 255), (np.int8, -128), (np.int16, 30_000), (bool, 1)),
+        *((jnp.bfloat16, 1), (np.float16, 3), (np.float32, 0.1), (np.int32, 2**16)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(1, 4096), (1, 4096, 2)])
+def test_packed_rows_have_the_sums_and_dtypes_of_padded_rows(dtype, number, shape):
+    """Sums do not overflow, nor are they rounded after each token."""
+    x = jnp.full(shape, number, dtype)
+    ids = jnp.repeat(jnp.arange(1, 3), 2048)[None]
+    batch = jb.Batch({}, {"x": ids}, {"x": ids})
+    sums = example_sums(x, batch, 3)
+    padded = example_sums(x[:, :2048], jb.Batch({}, {"x": ids[:, :2048]}, {}), None)
+    assert sums.dtype == padded.dtype
+    exact = np.asarray(x[:, :2048], np.float64).sum(axis=1)
+    for total in (padded, sums[:, 0], sums[:, 1]):
+        np.testing.assert_allclose(np.asarray(total, np.float64), exact, 1e-4)
+    assert not sums[:, 2].any()
 
 
 def test_one_function_predicts_from_padded_and_packed_rows():

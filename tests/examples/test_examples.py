@@ -1,14 +1,19 @@
 """The short examples: what each of them prints or writes, by running it."""
 
+import itertools
 import json
+import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxbucket as jb
 
@@ -122,6 +127,49 @@ def test_train_lm_has_the_same_result_with_one_and_two_processes(jsonl, tmp_path
     assert two["held_out_bits_per_byte"] == pytest.approx(
         one["held_out_bits_per_byte"], rel=1e-5
     )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_train_lm_runs_with_its_defaults(tmp_path, num_devices):
+    """On each number of devices, with a smaller model and fewer documents."""
+    out, data = tmp_path / "summary.json", tmp_path / "documents.txt"
+    data.write_text("\n".join(str(n) * n for n in range(1, 400)))
+    small = ("--steps", 1, "--width", 16, "--layers", 1, "--json", out, "--data", data)
+    devices = f"--xla_force_host_platform_device_count={num_devices}"
+    command = [sys.executable, "-W", "error", EXAMPLES / "train_lm.py"]
+    run = subprocess.run(
+        [*map(str, (*command, *small))],
+        env={**os.environ, "XLA_FLAGS": devices},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(out.read_text())["held_out_bits_per_byte"] < 9.5
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_no_two_dropouts_of_the_transformer_have_the_same_mask(example, layers):
+    module, masks, width = example("transformer"), [], 16
+
+    class Recorded(module.Block):
+        def _drop(self, x, keys):
+            dropped = super()._drop(jnp.ones_like(x), keys)
+            masks.extend(np.asarray(dropped) == 0)
+            return x
+
+    model = module.Transformer(width, layers, 0.5, nnx.Rngs(0))
+    blocks = (Recorded(width, 0.5, nnx.Rngs(0)) for _ in range(layers))
+    model.blocks = nnx.List(blocks)
+    tokens = jnp.zeros((2, 64), jnp.int32)
+    for seed in range(2):
+        keys = jax.random.split(jax.random.key(seed), 2)
+        model(tokens, tokens, keys)
+    # Two seeds, two rows, and two dropouts in each layer.
+    assert len(masks) == 8 * layers
+    for first, second in itertools.combinations(masks, 2):
+        assert 0.4 < np.mean(first == second) < 0.6
 
 
 @pytest.mark.exhaustive

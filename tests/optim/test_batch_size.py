@@ -583,6 +583,24 @@ def test_a_very_large_batch_replaces_the_averages():
             np.testing.assert_allclose(state.mu[name], grads[name], rtol=1e-5)
 
 
+@pytest.mark.parametrize("b2", [0.95, 0.98, 0.999])
+@pytest.mark.parametrize("sizes", [(32, 1024), (1024, 300, 32), (600, 8, 1e5, 700)])
+def test_a_much_smaller_gradient_is_not_lost_to_rounding(sizes, b2):
+    """The averages and the updates of one parameter, in double precision."""
+    eps = 1e-8
+    tx = jb.optim.scale_by_adam_sde(base_examples=32, b1=0.9, b2=b2, eps=eps)
+    state, expected = tx.init(jnp.zeros(())), np.zeros(4)
+    for place, size in enumerate(sizes):
+        k, grad = size / 32, 10.0 ** -(5 * place)
+        gains = np.minimum(1, k * (1 - np.array([0.9, b2] * 2)))
+        expected = (1 - gains) * expected + gains * np.array([grad, grad**2, 1, 1])
+        update, state = tx.update(jnp.asarray(grad), state, num_examples=size)
+        np.testing.assert_allclose(state[:4], expected, rtol=2e-5)
+        mean, squares = expected[:2] / expected[2:]
+        want = k**0.5 * mean / (squares**0.5 + eps / k**0.5)
+        np.testing.assert_allclose(update, want, rtol=2e-5)
+
+
 # Schedules of steps, and of work
 
 

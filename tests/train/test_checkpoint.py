@@ -159,6 +159,95 @@ def test_a_state_may_be_donated_while_it_is_being_written(dataset, tmp_path):
             np.testing.assert_array_equal(restored["w"], before)
 
 
+def addresses(tree) -> set[int]:
+    """The addresses of the buffers of all arrays."""
+    shards = [y for x in jax.tree.leaves(tree) for y in x.addressable_shards]
+    return {shard.data.unsafe_buffer_pointer() for shard in shards}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("tx", [None, optax.adam(0.1)])
+@pytest.mark.parametrize("kind", ["one device", "replicated", "sharded", "uncommitted"])
+def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
+    mesh = jb.data_mesh(jax.devices()[: 1 if kind == "one device" else 4])
+    spec = PartitionSpec("data" if kind == "sharded" else None)
+    params = {str(n): np.ones((64, n), np.float32) for n in (16, 32, 64)}
+    if kind != "uncommitted":
+        params = jax.device_put(params, NamedSharding(mesh, spec))
+
+    def make(tx):
+        state = jb.create_state(params, tx, None if kind == "uncommitted" else mesh)
+        return state.params, state.opt_state and state.opt_state[0]
+
+    def large(state):
+        return addresses([x for x in jax.tree.leaves(state) if x.nbytes > 2**10])
+
+    change = jax.jit(lambda x: jax.tree.map(lambda x: x + 1, x), donate_argnums=0)
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(tx), dataset.position(1))
+        for _ in range(4):
+            state = jax.block_until_ready(checkpoints.restore(make(tx)).state)
+            before = large(state)
+            assert large(jax.block_until_ready(change(state))) == before
+
+
+def injected(optimizer, **options):
+    return optax.inject_hyperparams(optimizer)(**options)
+
+
+def with_weight_decay(value):
+    return injected(optax.adamw, learning_rate=lambda step: 0.1, weight_decay=value)
+
+
+# Functions from a constant of the optimizer to a state.
+INJECTED = {
+    "learning_rate": lambda x: injected(optax.sgd, learning_rate=x),
+    "weight_decay": with_weight_decay,
+    "eps": lambda x: optax.chain(optax.clip(1.0), injected(optax.adam, eps=x, **RATE)),
+    "b1": lambda x: optax.partition({"": injected(optax.adam, b1=x, **RATE)}, ""),
+    "momentum": lambda x: injected(
+        lambda scale: injected(optax.sgd, momentum=x, **RATE), scale=1.0
+    ),
+}
+RATE = {"learning_rate": 0.1}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "kind", ["state", pytest.param("optimizer", marks=pytest.mark.exhaustive)]
+)
+@pytest.mark.parametrize("name", INJECTED)
+def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name, kind):
+    def make(value):
+        tx = INJECTED[name](value)
+        if kind == "state":
+            return jb.create_state({"w": jnp.ones(3)}, tx)
+        return nnx.state(nnx.Optimizer(Net(2, nnx.Rngs(0)), tx, wrt=nnx.Param))
+
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(0.5), dataset.position(1))
+        with pytest.warns(UserWarning) as caught:
+            state = checkpoints.restore(make(0.25)).state
+        (warning,) = caught
+        message = rf"{name}.*` is 0.25 in the state .*, but 0.5 in the checkpoint"
+        assert re.search(message, str(warning.message)) and warning.filename == __file__
+        # The assignment that the warning recommends.
+        (code,) = re.findall("restored state: `(.*)`", str(warning.message))
+        if kind == "state":
+            exec(code, {"state": state, "jnp": jnp})
+            jax.tree.map(np.testing.assert_array_equal, state, make(0.25))
+        # Nothing is said of equal constants, or of unknown ones.
+        checkpoints.restore(make(0.5))
+        deleted = make(0.25)
+        specs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            deleted,
+        )
+        jax.tree.map(lambda x: x.delete(), deleted)
+        for unknown in (specs, deleted):
+            checkpoints.restore(unknown)
+
+
 def test_a_state_may_contain_numbers_and_empty_nodes(dataset, tmp_path):
     state = {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()}
     with jb.Checkpoints(tmp_path) as checkpoints:
