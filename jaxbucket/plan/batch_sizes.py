@@ -52,16 +52,8 @@ def fitted(sizes: StepSizes, counts: Sequence[int] | np.ndarray) -> Fit:
     carry, cost = np.zeros(1, np.int64), np.zeros(1, sizes.costs.dtype)
     batches, history = np.zeros(1, np.int64), []
     for k, count in enumerate(counts.tolist()):
-        rows, shape = count + carry, np.full(len(carry), k)
-        size, steps = sizes.padded(shape, rows)
-        parent, rest = np.arange(len(carry)), np.zeros_like(carry)
-        if k < len(counts) - 1:
-            filler, filled_size, filled_steps, _ = sizes.filled(
-                shape, rows, _MOST_SIZES
-            )
-            parent = np.append(parent, filler)
-            size, steps = np.append(size, filled_size), np.append(steps, filled_steps)
-            rest = np.append(rest, rows[filler] - filled_size * filled_steps)
+        most_sizes = _MOST_SIZES if k < len(counts) - 1 else 0
+        parent, size, steps, rest = _options(sizes, k, count + carry, most_sizes)
         cost = cost[parent] + steps * sizes.cost(np.full(len(size), k), size)
         batches = batches[parent] + steps
         best = _best(rest, cost, batches, size)
@@ -74,6 +66,38 @@ def fitted(sizes: StepSizes, counts: Sequence[int] | np.ndarray) -> Fit:
     rows, number = np.array(columns[::-1], np.int64).T
     rows = sizes.holding(np.arange(len(rows)), rows)
     return Fit(rows, number, cost[0].item())
+
+
+def _options(
+    sizes: StepSizes, k: int, rows: np.ndarray, most_sizes: int
+) -> tuple[np.ndarray, ...]:
+    """Returns what bucket k can do with some rows.
+
+    Args:
+      sizes: the possible steps.
+      k: the bucket.
+      rows: `[S]` integers, the rows of several partial choices.
+      most_sizes: the number of B to try with a remainder; 0 if none is possible.
+
+    Returns:
+      `[n]` each: the index in `rows`, the rows of a step, the number of steps, and the
+      remainder. All rows are a remainder if they do not fill a step.
+    """
+    shape = np.full(len(rows), k)
+    size, steps = sizes.padded(shape, rows)
+    parent = np.arange(len(rows))
+    if not most_sizes:
+        return parent, size, steps, np.zeros_like(rows)
+    up = np.flatnonzero((0 < rows) & (rows < sizes.most[k]))
+    unfilled = size[up] + sizes.multiple * (size[up] == rows[up])
+    filler, filled, number, _ = sizes.filled(shape, rows, most_sizes)
+    left_over = rows[filler] - filled * number
+    return (
+        np.concatenate([parent, up, filler]),
+        np.concatenate([size, unfilled, filled]),
+        np.concatenate([steps, np.zeros_like(up), number]),
+        np.concatenate([np.zeros_like(rows), rows[up], left_over]),
+    )
 
 
 def _best(
@@ -112,19 +136,16 @@ def fitted_between(
     carried, chosen = np.zeros((2, 1, number), np.int64)
     cost = np.zeros(1)
     for k in range(number):
-        rows, shape = counts[k] + carried[:, k], np.full(len(carried), k)
-        size, steps = sizes.padded(shape, rows)
-        parent, rest = np.arange(len(carried)), np.zeros_like(rows)
-        target = np.full_like(rows, k)
         above = np.flatnonzero(dominates[k])
-        if above.size:
-            filler, filled, number_filled, _ = sizes.filled(shape, rows, _FEW_SIZES)
-            left = rows[filler] - filled * number_filled
-            parent = np.append(parent, np.repeat(filler, above.size))
-            size = np.append(size, np.repeat(filled, above.size))
-            steps = np.append(steps, np.repeat(number_filled, above.size))
-            rest = np.append(rest, np.repeat(left, above.size))
-            target = np.append(target, np.tile(above, len(filler)))
+        most_sizes = _FEW_SIZES if above.size else 0
+        options = _options(sizes, k, counts[k] + carried[:, k], most_sizes)
+        # A remainder may go to any bucket above, and nothing goes to the bucket itself.
+        repeats = np.where(options[-1] > 0, max(above.size, 1), 1)
+        parent, size, steps, rest = (np.repeat(x, repeats) for x in options)
+        place = np.arange(len(parent)) - np.repeat(
+            np.cumsum(repeats) - repeats, repeats
+        )
+        target = np.append(above, k)[np.where(rest > 0, place, -1)]
         cost = cost[parent] + steps * sizes.cost(np.full(len(size), k), size)
         carried, chosen = carried[parent], chosen[parent]
         carried[np.arange(len(parent)), target] += rest

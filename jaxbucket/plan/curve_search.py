@@ -61,7 +61,7 @@ def plan_curve(
       ...     print(curve.chosen.num_buckets, round(curve.chosen.total_seconds, 1))
       1 3.5
       3 20.3
-      11 154.2
+      11 152.6
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.

@@ -79,8 +79,8 @@ def plan_jointly(
       >>> limits = SequenceLimits(sequences=("source", "target"), max_tokens=22)
       >>> best = plan_jointly(lengths, limits, num_buckets=2)
       >>> print(*best.plan.buckets, best.summary)
-      [2, source 3, target 8] [1, source 8, target 8] No other plan with the largest B \
-within the limits is cheaper.
+      [2, source 3, target 8] [1, source 8, target 8] No other plan with as many buckets \
+is cheaper.
 
     Args:
       lengths: sequence name -> `[N]` integers, one per example.

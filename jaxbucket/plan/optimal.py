@@ -29,7 +29,7 @@ from jaxbucket.plan.lower_bound import (
 _SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
 # After this many, no wider search starts if the last one found no choice that costs
 # less than this share of the previous one.
-_UNPROVEN_PAIRS, _HARDLY_LESS = 5_000_000, 1 - 1e-5
+_UNPROVEN_PAIRS, _HARDLY_LESS = 1_000_000, 1 - 1e-5
 # The same limits for all numbers of buckets together. After the soft limit, only narrow
 # searches run, and after the hard limit, none.
 _SOFT_TOTAL_PAIRS, _MAX_TOTAL_PAIRS = 660_000_000, 900_000_000
@@ -132,7 +132,8 @@ class Optimum:
         if dense is not None and len(dense) <= num_buckets:
             best = min(best, dense, key=self._problem.epoch_cost)
         # Few examples may fill fewer buckets, and then a search for these is faster.
-        for number in sorted({len(best), size}):
+        fewer = len(best) if known is None else size
+        for number in sorted({fewer, size}):
             best = self._search(best, number)
         best = self._indices[best]
         if not self.exact:

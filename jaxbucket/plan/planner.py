@@ -75,7 +75,7 @@ def plan_buckets(
       ...     lengths, max_tokens=4096, num_buckets=3, seq_len_multiple=64
       ... )
       >>> [str(bucket) for bucket in plan.buckets]
-      ['[21, 192]', '[10, 384]', '[8, 512]']
+      ['[29, 128]', '[12, 320]', '[8, 512]']
 
     If examples have several sequences, such as source and target, a bucket has a T for
     each, and the buckets are planned in all of them at once (see `plan_jointly`). Then

@@ -193,9 +193,9 @@ class StepSizes:
 
 def _knots(least: int, most: int, multiple: int, number: int) -> np.ndarray:
     """Returns B from the smallest to the largest, at most about `number`, `[L]`."""
-    number = min(number, _MAX_KNOTS, (most - least) // multiple + 1)
-    places = np.geomspace(least, most, number) if number > 1 else np.array([most])
-    if number == (most - least) // multiple + 1:
-        places = np.linspace(least, most, number)
-    knots = np.rint(places / multiple).astype(np.int64) * multiple
-    return np.unique(np.clip(knots, least, most))
+    total = (most - least) // multiple + 1
+    if total <= min(number, _MAX_KNOTS):
+        return least + multiple * np.arange(total)
+    places = np.geomspace(least, most, min(number, _MAX_KNOTS))[1:-1]
+    inner = np.rint(places / multiple).astype(np.int64) * multiple
+    return np.unique(np.concatenate([[least], np.clip(inner, least, most), [most]]))

@@ -796,7 +796,7 @@ def test_block_sparse_attention_makes_long_rows_cheap():
     options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
     dense = jb.plan_packing(lengths, **options, pack="always")
     sparse = jb.plan_packing(lengths, **options, pack="always", block_sparse=True)
-    assert sparse.plan.max_seq_len > 2 * dense.plan.max_seq_len
+    assert sparse.plan.max_seq_len > 1.5 * dense.plan.max_seq_len
     assert sparse.packing is not None and dense.packing is not None
     assert sparse.packing.fill > dense.packing.fill
     assert sparse.epoch_costs["packed in one T"] < dense.epoch_costs["packed in one T"]

@@ -13,15 +13,23 @@ from jaxbucket.plan.boundary_rules import (
     quantile,
     quarters,
 )
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES
 
 
 def candidates(lengths: np.ndarray, max_tokens: int = 4096) -> Candidates:
-    ends = np.arange(1, lengths.max() + 1)
-    examples = np.searchsorted(np.sort(lengths), ends, side="right")
-    tokens = np.array([lengths[lengths <= end].sum() for end in ends])
-    sizes = max_tokens // ends
-    return Candidates(ends, examples, tokens, sizes, sizes * ends)
+    return Limits(max_tokens=max_tokens).candidates(lengths)
+
+
+def test_candidates_count_examples_tokens_and_the_rows_that_they_fill():
+    lengths = np.random.default_rng(0).integers(1, 50, 90)
+    given = candidates(lengths, max_tokens=1000)
+    for k, end in enumerate(range(1, lengths.max() + 1)):
+        held = lengths[lengths <= end]
+        assert given.seq_lens[k] == end
+        assert (given.examples[k], given.tokens[k]) == (len(held), held.sum())
+        assert given.batch_sizes[k] == max(1, min(1000 // end, len(held)))
+        assert given.costs[k] == given.batch_sizes[k] * end
 
 
 def test_quantile_buckets_have_equally_many_examples():

@@ -68,7 +68,7 @@ def test_points_agree_with_the_reports_of_their_plans():
 def test_expensive_compilation_leads_to_fewer_shapes():
     def size(compile_seconds: float, num_epochs: int = 3) -> int:
         curve = plan_curve(
-            *(LENGTHS[:500], LIMITS),
+            *(LENGTHS[:200], LIMITS),
             compile_seconds=compile_seconds,
             num_epochs=num_epochs,
         )
@@ -183,6 +183,7 @@ def test_auto_refuses_a_rule():
         )
 
 
+@pytest.mark.exhaustive
 def test_some_large_numbers_of_buckets_are_skipped(monkeypatch):
     sizes = []
     original = Optimum.choice
@@ -192,7 +193,8 @@ def test_some_large_numbers_of_buckets_are_skipped(monkeypatch):
         return original(self, num_buckets, known)
 
     monkeypatch.setattr(Optimum, "choice", counted)
-    plan_curve(LENGTHS[:500], LIMITS, compile_seconds=1e-9, max_buckets=300)
+    limits = Limits(max_tokens=16_384, cost_fn=TokenCost(tokens_per_second=1e5))
+    plan_curve(LENGTHS[:500], limits, compile_seconds=1e-9, max_buckets=300)
     assert sizes[:64] == list(range(1, 65))
     assert len(sizes) < 130 and sizes[-1] > 200
     assert max(b / a for a, b in itertools.pairwise(sizes[32:])) < 1.04

@@ -12,12 +12,18 @@ def uniform(size: int = 1000, longest: int = 500) -> np.ndarray:
     return np.random.default_rng(0).integers(1, longest + 1, size)
 
 
-def check_plan(plan, max_tokens: int, multiples: tuple[int, int]) -> None:
-    """Checks the budget and the multiples, and that no further row would fit."""
-    for bucket in plan.buckets:
-        assert bucket.batch_size * bucket.seq_len <= max_tokens
-        assert bucket.batch_size % multiples[0] == bucket.seq_len % multiples[1] == 0
-        assert (bucket.batch_size + multiples[0]) * bucket.seq_len > max_tokens
+def check_plan(plan, lengths, max_tokens: int, multiples: tuple[int, int]) -> None:
+    """Checks the budget, the multiples, and that B is the smallest for its steps."""
+    rows, most = multiples[0], max_tokens // plan.boundaries
+    for bucket, largest in zip(
+        report(plan, lengths).buckets, most // rows * rows, strict=True
+    ):
+        assert bucket.batch_size <= largest
+        assert bucket.batch_size % rows == bucket.seq_len % multiples[1] == 0
+        # No B is larger than its rows fill, or needs more batches than the largest.
+        assert bucket.empty_rows < max(bucket.batches, 1) * rows or not bucket.batches
+        used = bucket.batches * bucket.batch_size - bucket.empty_rows
+        assert bucket.batches == -(-used // largest)
 
 
 @pytest.mark.parametrize("boundaries", ["optimal", "quantile", "geometric"])
@@ -35,7 +41,7 @@ def test_every_bucket_respects_the_budget(boundaries, multiples):
             seq_len_multiple=multiples[1],
             boundaries=boundaries,
         )
-        check_plan(plan, max_tokens, multiples)
+        check_plan(plan, lengths, max_tokens, multiples)
         assert plan.max_seq_len - multiples[1] < lengths.max() <= plan.max_seq_len
 
 
@@ -47,7 +53,7 @@ def test_plans_for_real_lengths_respect_the_budget(real_lengths):
         batch_size_multiple=8,
         seq_len_multiple=128,
     )
-    check_plan(plan, max_tokens, (8, 128))
+    check_plan(plan, real_lengths, max_tokens, (8, 128))
     assert len(plan) <= 8
 
 
@@ -65,7 +71,8 @@ def test_a_plan_does_not_depend_on_the_order_or_dtype_of_lengths():
 
 def test_the_last_bucket_has_max_seq_len():
     plan = plan_buckets(uniform(), max_tokens=8192, max_seq_len=1024)
-    assert plan.buckets[-1] == Bucket(8, 1024)
+    # No example needs it.
+    assert plan.buckets[-1] == Bucket(1, 1024)
 
 
 def test_distant_lengths_need_no_table_of_all_lengths():
@@ -106,9 +113,9 @@ def hashed_lengths(size: int, seed: int) -> np.ndarray:
 
 
 GOLDEN = [
-    (3_000, 300_000, 12, "2e4957cafafcab75048b75b2d9b7928d"),
-    (20_000, 65_536, 16, "49c6e504a516bbc1590b522622991780"),
-    (20_000, 262_144, 8, "98f68fbb8fb755622acb390301f56f67"),
+    (3_000, 300_000, 12, "a101e376fd1ed76f6b02c6d63b6725ef"),
+    (20_000, 65_536, 16, "f33f0ca4a11e2b1694f8d1cd5ee62cea"),
+    (20_000, 262_144, 8, "f5e88a5c3215e094120575b821e0f425"),
 ]
 
 
@@ -125,14 +132,15 @@ def test_plans_never_change(size, max_tokens, num_buckets, fingerprint, monkeypa
         hashed_lengths(size, 0), max_tokens=max_tokens, num_buckets=num_buckets
     )
     # Only a search that discards states could depend on how numpy sorts.
-    assert any(cut)
+    assert any(cut) or size < 20_000
     assert plan.fingerprint == fingerprint
 
 
 def test_given_boundaries_are_used_unchanged():
     plan = plan_buckets(uniform(), max_tokens=4096, boundaries=[64, 128, 512])
     assert plan.boundaries.tolist() == [64, 128, 512]
-    assert plan.batch_sizes.tolist() == [64, 32, 8]
+    # The largest B are 64, 32 and 8, for 117, 129 and 754 examples.
+    assert plan.batch_sizes.tolist() == [60, 26, 8]
     array = plan_buckets(uniform(), max_tokens=4096, boundaries=np.array([64, 512]))
     assert array.boundaries.tolist() == [64, 512]
 
@@ -268,7 +276,7 @@ def test_options_may_be_numpy_integers():
         seq_len_multiple=np.uint8(16),
         max_seq_len=np.uint16(512),
     )
-    assert narrow.buckets == (Bucket(8, 512),)
+    assert narrow.buckets == (Bucket(4, 512),)
 
 
 def test_a_budget_beyond_64_bits_is_refused():
@@ -283,4 +291,4 @@ def test_boundaries_of_an_unknown_type_are_refused():
 
 def test_boundaries_may_be_an_iterator():
     plan = plan_buckets([5], max_tokens=16, boundaries=(t for t in (8, 16)))
-    assert plan.buckets == (Bucket(2, 8), Bucket(1, 16))
+    assert plan.buckets == (Bucket(1, 8), Bucket(1, 16))

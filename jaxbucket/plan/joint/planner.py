@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxbucket.base.checks import MAX_LENGTH, check_accumulate, check_positive
 from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
+from jaxbucket.plan.joint.all_sets import best_sets
 from jaxbucket.plan.joint.bound import lower_bound
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import BatchSizesFn, CostsFn, Pricing
@@ -20,7 +22,7 @@ from jaxbucket.plan.joint.search import Search
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
 # Makes up for rounding errors.
-_SLACK = 1 + 1e-9
+_SLACK = 1 + 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,14 +123,15 @@ def search_shapes(
 
 
 def _solved(problem: Search, starts: list[np.ndarray], with_bound: bool) -> JointShapes:
-    plans = [_evaluated(problem, x) for x in problem.choices(starts)]
+    choices = itertools.chain(problem.choices(starts), best_sets(problem))
+    plans = [_evaluated(problem, x) for x in choices]
     if not plans:
         raise ValueError(_uncovered_message(problem))
     plan = min(plans, key=lambda plan: plan.epoch_cost)
     if not with_bound:
         return plan
     least = min(lower_bound(problem, plan.seq_lens), plan.epoch_cost)
-    proven = plan.epoch_cost <= least * _SLACK
+    proven = bool(plan.epoch_cost <= least * _SLACK)
     return dataclasses.replace(plan, lower_bound=least, proven=proven)
 
 
