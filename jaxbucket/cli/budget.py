@@ -86,6 +86,7 @@ def unused_budget(
     for bucket, budget, part in zip(plan.buckets, budgets, epoch.buckets, strict=True):
         rows = bucket.batch_size + multiple
         is_allowed = limits.max_batch_size is None or rows <= limits.max_batch_size
+        is_allowed &= rows * bucket.tokens_per_row > budget
         is_filled = part.examples + part.carried >= rows * limits.accumulate
         if is_allowed and is_filled and part.token_share >= _RELEVANT:
             is_common = isinstance(limits.max_tokens, int)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
 import click
-import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import Lengths
@@ -38,7 +36,7 @@ from jaxbucket.cli.show import as_dict, draw_plan, show
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.curve_search import plan_curve
-from jaxbucket.plan.joint_plan import JointPlan, plan_jointly
+from jaxbucket.plan.joint_plan import plan_sequences
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import Report, report
@@ -150,7 +148,8 @@ def plan(
             packed = plan_rows(measured, within, size, pack, block_sparse, **options)
             chosen = _packed(measured, packed)
         elif limits:
-            chosen = _jointly(measured, limits, shape, size)
+            made = plan_sequences(measured, limits, size)
+            chosen = _Chosen(made, measured, shape.accumulate)
         elif shapes is not None:
             chosen = _Chosen(shape.fixed_plan(shapes), measured, shape.accumulate)
         else:
@@ -164,12 +163,9 @@ def plan(
         with atomic_write("--output", output) as file:
             file.write(f"{chosen.plan.to_json()}\n".encode())
     numbers, notes = as_dict(chosen.plan, epoch), []
-    if chosen.joint:
-        numbers["joint_plan"] = chosen.joint.to_dict()
-        notes.append(chosen.joint.summary)
-    else:
+    if len(columns) < 2:
         unused = None
-        if shapes is None and len(columns) < 2:
+        if shapes is None:
             unused = unused_budget(chosen.plan, shape.limits(), epoch)
         if unused:
             notes.append(unused.sentence(unit))
@@ -196,7 +192,6 @@ class _Chosen:
       accumulate: micro-batches per step.
       curve: the plans of other numbers of shapes, if these were compared.
       packed: the comparison of packed and padded rows, if these were compared.
-      joint: the bound on the cost of a plan for several columns.
     """
 
     plan: BucketPlan
@@ -204,23 +199,12 @@ class _Chosen:
     accumulate: int = 1
     curve: PlanCurve | None = None
     packed: PackedPlan | None = None
-    joint: JointPlan | None = None
 
     @functools.cached_property
     def epoch(self) -> Report:
         if self.packed:
             return self.packed.report
         return report(self.plan, self.rows, accumulate=self.accumulate)
-
-
-def _jointly(
-    lengths: Mapping[str, np.ndarray],
-    limits: SequenceLimits,
-    shape: ShapeOptions,
-    size: int,
-) -> _Chosen:
-    joint = plan_jointly(lengths, limits, size)
-    return _Chosen(joint.plan, lengths, shape.accumulate, joint=joint)
 
 
 def _by_curve(

@@ -16,7 +16,6 @@ with _epy.lazy_api_imports(globals()):
     from jaxbucket.plan.curve import PlanCurve
     from jaxbucket.plan.curve_search import plan_curve
     from jaxbucket.plan.encoder_decoder_cost import EncoderDecoderCost
-    from jaxbucket.plan.joint_plan import JointPlan, plan_jointly
     from jaxbucket.plan.limits import Limits
     from jaxbucket.plan.planner import plan_buckets
     from jaxbucket.plan.reports.compare import compare_plans

@@ -17,7 +17,7 @@ from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.curve import CurvePoint, PlanCurve
 from jaxbucket.plan.flow.epoch import epoch_flow, example_counts
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint_plan import best_shapes, fitted_plan
+from jaxbucket.plan.joint_plan import plan_sequences
 from jaxbucket.plan.limits import Limits, check_limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.sequence_limits import SequenceLimits
@@ -45,7 +45,7 @@ def plan_curve(
     ends shortly after the best number of buckets, once a lower bound, the time of full
     batches, proves that no larger number up to `max_buckets` can be better.
 
-    If examples have several sequences, each plan is one of `plan_jointly`. Then the
+    If examples have several sequences, each plan is that of `plan_buckets`. Then the
     numbers are 1, 2, 3, 4, 6, 8, 12, ... until more cost more, and some around the
     best of these.
 
@@ -148,13 +148,9 @@ def _sequence_curve(
     points: dict[int, CurvePoint] = {}
     matrix = lengths_matrix(lengths, limits.sequences)
     real = int(limits.planned_lengths(matrix).sum())
-    exact = True
 
     def add(size: int) -> None:
-        nonlocal exact
-        shapes = best_shapes(lengths, limits, size, with_bound=False)
-        exact &= bool(shapes.proven)
-        plan = fitted_plan(limits, shapes.seq_lens, matrix)
+        plan = plan_sequences(lengths, limits, size)
         points[size] = _point(
             plan,
             example_counts(plan, matrix),
@@ -178,7 +174,7 @@ def _sequence_curve(
         # The search is not exact, so more buckets may cost more.
         if not cheaper or point.epoch_seconds < cheaper[-1].epoch_seconds:
             cheaper.append(point)
-    return PlanCurve(tuple(cheaper), num_epochs, max(points), False, exact)
+    return PlanCurve(tuple(cheaper), num_epochs, max(points), turned=False, exact=False)
 
 
 def _middles(sizes: list[int], best: int) -> list[int]:

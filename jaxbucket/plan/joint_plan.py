@@ -1,10 +1,8 @@
-"""Plans for examples with several sequences, and how good they are."""
+"""Plans for examples with several sequences."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,75 +10,26 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import lengths_matrix
-from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, checked_size
 from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.flow.dominance import dominates
 from jaxbucket.plan.flow.epoch import example_counts, row_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint.planner import JointShapes, search_shapes
+from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.sequence_limits import SequenceLimits
 
 # How often B are chosen for the examples of each bucket, and these for the B.
 _ROUNDS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class JointPlan:
-    """A plan for examples with several sequences, with a bound on its cost.
-
-    Attributes:
-      plan: the buckets.
-      epoch_cost: the cost of an epoch, remainders included.
-      lower_bound: the cost of an epoch of any other plan with at most as many buckets
-        is not lower, if rows of larger batches do not cost more. With more than 65,536
-        combinations of T, this is about plans whose T are lengths of examples, rounded
-        up to the multiples.
-      proven: whether no other such plan is cheaper.
-    """
-
-    plan: BucketPlan
-    epoch_cost: float
-    lower_bound: float
-    proven: bool
-
-    @property
-    def gap(self) -> float:
-        """The share of the cost that the best plan may save at most; 0 if proven."""
-        return 0.0 if self.proven else 1 - self.lower_bound / self.epoch_cost
-
-    @property
-    def summary(self) -> str:
-        """A sentence on how good the plan is."""
-        if self.proven:
-            return "No other plan with as many buckets is cheaper."
-        return f"No other plan with as many buckets costs over {self.gap:.1%} less."
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python values."""
-        names = ("epoch_cost", "lower_bound", "proven", "gap")
-        return {name: getattr(self, name) for name in names}
-
-
-@bar_if_slow("Planning buckets")
-def plan_jointly(
-    lengths: Mapping[str, ArrayLike], limits: SequenceLimits, num_buckets: int = 8
-) -> JointPlan:
+def plan_sequences(
+    lengths: Mapping[str, ArrayLike], limits: SequenceLimits, num_buckets: int
+) -> BucketPlan:
     """Returns a plan for examples with several sequences, planned in all of them.
 
-    `plan_buckets` returns the same plan, without the bound on its cost. The buckets
-    come from a local search, which minimizes the cost of an epoch, remainders included;
-    and a bound, from a relaxation of the problem, says how much cheaper any other plan
-    could be.
-
-    Example:
-      >>> lengths = {"source": [2, 8, 3, 8], "target": [8, 2, 7, 8]}
-      >>> limits = SequenceLimits(sequences=("source", "target"), max_tokens=22)
-      >>> best = plan_jointly(lengths, limits, num_buckets=2)
-      >>> print(*best.plan.buckets, best.summary)
-      [2, source 3, target 8] [1, source 8, target 8] No other plan with as many buckets \
-is cheaper.
+    The buckets come from a local search, which minimizes the cost of an epoch,
+    remainders included.
 
     Args:
       lengths: sequence name -> `[N]` integers, one per example.
@@ -92,25 +41,8 @@ is cheaper.
         or not positive integers, or are longer than `max_seq_len` under "error"; or if
         the budget cannot hold an example.
     """
-    shapes = best_shapes(lengths, limits, num_buckets, with_bound=True)
-    return JointPlan(
-        plan=fitted_plan(limits, shapes.seq_lens, lengths),
-        epoch_cost=float(shapes.epoch_cost),
-        lower_bound=float(shapes.lower_bound),
-        proven=bool(shapes.proven),
-    )
-
-
-def plan_sequences(
-    lengths: Mapping[str, ArrayLike], limits: SequenceLimits, num_buckets: int
-) -> BucketPlan:
-    """Returns the plan of `plan_jointly`, in less time, without the bound on its cost.
-
-    Raises:
-      ValueError: if `plan_jointly` raises it.
-    """
-    shapes = best_shapes(lengths, limits, num_buckets, with_bound=False)
-    return fitted_plan(limits, shapes.seq_lens, lengths)
+    seq_lens = best_shapes(lengths, limits, num_buckets)
+    return fitted_plan(limits, seq_lens, lengths)
 
 
 def fitted_plan(
@@ -168,21 +100,12 @@ def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
 
 
 def best_shapes(
-    lengths: Mapping[str, ArrayLike],
-    limits: SequenceLimits,
-    num_buckets: int,
-    with_bound: bool,
-) -> JointShapes:
-    """Returns the T of the buckets of `plan_jointly`.
-
-    Args:
-      lengths: sequence name -> `[N]` integers, one per example.
-      limits: the limits of all shapes, and the cost of a step.
-      num_buckets: the largest number of shapes.
-      with_bound: whether to compute the lower bound if it does not change the shapes.
+    lengths: Mapping[str, ArrayLike], limits: SequenceLimits, num_buckets: int
+) -> np.ndarray:
+    """Returns the T of the buckets of `plan_sequences`, `[K, Q]`.
 
     Raises:
-      ValueError: if `plan_jointly` raises it.
+      ValueError: if `plan_sequences` raises it.
     """
     if not isinstance(limits, SequenceLimits):
         raise ValueError(
@@ -212,8 +135,7 @@ def best_shapes(
         accumulate=limits.accumulate,
         batch_size_multiple=limits.batch_size_multiple,
         min_batch_size=limits.min_batch_size,
-        with_bound=with_bound,
-    )
+    ).seq_lens
 
 
 def plan_sequences_at(

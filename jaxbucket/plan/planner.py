@@ -78,7 +78,7 @@ def plan_buckets(
       ['[29, 128]', '[12, 320]', '[8, 512]']
 
     If examples have several sequences, such as source and target, a bucket has a T for
-    each, and the buckets are planned in all of them at once (see `plan_jointly`). Then
+    each, and the buckets are planned in all of them at once. Then
     `max_tokens`, `seq_len_multiple`, `max_seq_len` and `overlong` may be mappings from
     sequence name to a value, and functions receive such a mapping in place of T. For
     images, `AreaBudget` and `AreaCost` are such functions.

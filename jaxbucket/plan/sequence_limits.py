@@ -41,7 +41,8 @@ SequenceBudget: TypeAlias = int | Mapping[str, int] | Callable[[Mapping[str, int
 class SequenceLimits:
     """Limits on every shape of a plan for several sequences, and the cost of a step.
 
-    These are the options of `plan_buckets`, collected for `plan_jointly`.
+    These are the options of `plan_buckets`, collected for functions such as
+    `plan_curve`.
 
     Example: the largest B for two T of source and target.
       >>> limits = SequenceLimits(

@@ -50,18 +50,10 @@ def test_a_plan_is_within_its_limits_and_holds_every_pair(seed):
 def test_the_cost_of_a_plan_is_that_of_its_schedule(seed):
     pairs = make_pairs(seed)
     cost_fn = [None, jb.plan.EncoderDecoderCost("source", "target", 8, 2)][seed % 2]
-    limits = jb.plan.SequenceLimits(
-        sequences=("source", "target"), max_tokens=900, cost_fn=cost_fn
-    )
-    best = jb.plan.plan_jointly(pairs, limits, num_buckets=4)
-    options = {"max_tokens": 900, "cost_fn": cost_fn, "num_buckets": 4}
-    assert best.plan == jb.plan_buckets(pairs, **options)
-    report = jb.BatchSchedule(best.plan, pairs).cost()
-    assert report.epoch_cost == pytest.approx(best.epoch_cost)
-    assert best.lower_bound <= best.epoch_cost * (1 + 1e-9)
+    plan = jb.plan_buckets(pairs, max_tokens=900, cost_fn=cost_fn, num_buckets=4)
+    report = jb.BatchSchedule(plan, pairs).cost()
+    assert report.epoch_cost == pytest.approx(jb.report(plan, pairs).epoch_cost)
     assert report.cost_unit == ("tokens" if cost_fn is None else "FLOP")
-    assert best.to_dict()["gap"] == best.gap
-    assert ("costs over" in best.summary) is not best.proven
 
 
 def test_a_joint_plan_pads_less_than_one_length_for_both():
@@ -108,16 +100,11 @@ def test_too_long_pairs_are_dropped_or_truncated():
 def test_the_last_bucket_has_the_maximum_t(overlong):
     pairs = {name: np.minimum(x, 20) for name, x in make_pairs(2).items()}
     longest = {"source": 32, "target": 40}
-    limits = jb.plan.SequenceLimits(
-        sequences=("source", "target"),
-        max_tokens=1000,
-        max_seq_len=longest,
-        overlong=overlong,
-    )
-    best = jb.plan.plan_jointly(pairs, limits, num_buckets=3)
-    assert best.plan.buckets[-1].seq_len == longest
+    options = {"max_seq_len": longest, "overlong": overlong}
+    plan = jb.plan_buckets(pairs, max_tokens=1000, num_buckets=3, **options)
+    assert plan.buckets[-1].seq_len == longest
     examples = {"source": [32, 30, 1], "target": [40, 2, 39]}
-    assert (best.plan.assign(examples) >= 0).all()
+    assert (plan.assign(examples) >= 0).all()
     message = "does not hold 1 row of .*source.*32.*target.*40.*={'source': 32, 'ta"
     budgets = {"source": 8, "target": 512}
     with pytest.raises(ValueError, match=message + "rget': 512}`, or lower"):
@@ -357,15 +344,10 @@ def test_invalid_lengths_are_refused(lengths, message):
         jb.plan_buckets(lengths, max_tokens=100)
 
 
-def test_limits_for_one_length_are_refused():
-    with pytest.raises(ValueError, match="`limits` is a Limits. Pass `SequenceLimits`"):
-        jb.plan.plan_jointly(make_pairs(0), jb.Limits(max_tokens=9))
-
-
 def test_names_of_sequences_may_come_in_any_order():
     limits = jb.plan.SequenceLimits(sequences=("b", "a"), max_tokens=9)
     assert limits.sequences == ("a", "b")
-    plan = jb.plan.plan_jointly({"a": [1], "b": [2]}, limits).plan
+    plan = jb.plan_buckets({"b": [1], "a": [2]}, max_tokens=9)
     assert plan.sequences == ("a", "b")
 
 

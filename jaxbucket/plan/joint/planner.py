@@ -14,15 +14,12 @@ from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.joint.all_sets import best_sets
-from jaxbucket.plan.joint.bound import lower_bound
 from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.joint.pricing import BatchSizesFn, CostsFn, Pricing
 from jaxbucket.plan.joint.search import Search
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
-# Makes up for rounding errors.
-_SLACK = 1 + 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +30,11 @@ class JointShapes:
       seq_lens: `[K, Q]` int64, the T of each shape, in the order of a plan.
       epoch_cost: the cost of an epoch, remainders included.
       steady_cost: the cost of an epoch if every batch were full.
-      lower_bound: no epoch with at most as many shapes as allowed costs less; 0 if it
-        was not computed. With more than 65,536 combinations of T, this is about shapes
-        whose T are lengths of examples, rounded up.
-      proven: whether `epoch_cost` is the lower bound, and so the least possible.
     """
 
     seq_lens: np.ndarray
     epoch_cost: float
     steady_cost: float
-    lower_bound: float
-    proven: bool
 
 
 def search_shapes(
@@ -59,13 +50,12 @@ def search_shapes(
     batch_size_multiple: int = 1,
     min_batch_size: int = 1,
     starts: Iterable[np.ndarray] = (),
-    with_bound: bool = True,
 ) -> JointShapes:
     """Returns at most K shapes for which an epoch is as cheap as possible.
 
     Every example is in the cheapest shape that holds it. B of each shape and remainders
-    are those of `fitted_between`. This is a local search, and `lower_bound` says how
-    much better any other shapes could be at most.
+    are those of `fitted_between`. This is a local search, and if there are few sets of
+    shapes, it also compares all of them.
 
     Example: two shapes for four pairs of lengths, by tokens.
       >>> plan = search_shapes(
@@ -75,8 +65,8 @@ def search_shapes(
       ...     costs_fn=lambda batch_sizes, seq_lens: batch_sizes * seq_lens.sum(axis=1),
       ...     multiples=np.array([1, 1]),
       ... )
-      >>> plan.seq_lens.tolist(), plan.epoch_cost, plan.proven
-      ([[3, 8], [8, 8]], 54.0, True)
+      >>> plan.seq_lens.tolist(), plan.epoch_cost
+      ([[3, 8], [8, 8]], 54.0)
 
     Args:
       lengths: `[N, Q]` positive integers, the lengths of the sequences of each example.
@@ -93,7 +83,6 @@ def search_shapes(
       min_batch_size: the smallest number of rows in a batch.
       starts: the T of shapes that hold all examples, `[K, Q]` each, from which the
         search also starts. The last one is the longest.
-      with_bound: whether to compute the lower bound if it does not change the shapes.
 
     Raises:
       ValueError: if an argument is invalid, an example is longer than `max_seq_lens`,
@@ -119,20 +108,11 @@ def search_shapes(
         check_positive("num_buckets", num_buckets),
         must_hold_all,
     )
-    return _solved(problem, list(starts), with_bound)
-
-
-def _solved(problem: Search, starts: list[np.ndarray], with_bound: bool) -> JointShapes:
-    choices = itertools.chain(problem.choices(starts), best_sets(problem))
+    choices = itertools.chain(problem.choices(list(starts)), best_sets(problem))
     plans = [_evaluated(problem, x) for x in choices]
     if not plans:
         raise ValueError(_uncovered_message(problem))
-    plan = min(plans, key=lambda plan: plan.epoch_cost)
-    if not with_bound:
-        return plan
-    least = min(lower_bound(problem, plan.seq_lens), plan.epoch_cost)
-    proven = bool(plan.epoch_cost <= least * _SLACK)
-    return dataclasses.replace(plan, lower_bound=least, proven=proven)
+    return min(plans, key=lambda plan: plan.epoch_cost)
 
 
 def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointShapes:
@@ -156,8 +136,6 @@ def _evaluated(problem: Search, seq_lens: np.ndarray) -> JointShapes:
         seq_lens=seq_lens[used],
         epoch_cost=cost,
         steady_cost=float(counts @ prices.rates),
-        lower_bound=0.0,
-        proven=False,
     )
 
 

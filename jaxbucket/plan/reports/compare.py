@@ -16,7 +16,7 @@ from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.costs import unit_of
 from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.joint_plan import fitted_plan, plan_jointly
+from jaxbucket.plan.joint_plan import fitted_plan, plan_sequences
 from jaxbucket.plan.limits import Limits, check_limits, costed
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
@@ -50,7 +50,7 @@ def compare_plans(
       >>> comparison.plans[0].name, comparison.plans[-1].name
       ('optimal', 'one shape')
 
-    If examples have several sequences, the plan of `plan_jointly` is compared with
+    If examples have several sequences, the plan of `plan_buckets` is compared with
     buckets of the longest sequence of each example, and of the sum of its sequences.
 
     Args:
@@ -106,13 +106,13 @@ class _Rules(NamedTuple):
 
     Attributes:
       plans: the name of each rule -> its plan, the optimal one first.
-      least_cost: a lower bound of the cost of an epoch.
+      least_cost: a lower bound of the cost of an epoch, with one length.
       num_buckets: the maximum number of shapes.
       exact: whether the optimal plan is proven to be the cheapest.
     """
 
     plans: dict[str, BucketPlan]
-    least_cost: float
+    least_cost: float | None
     num_buckets: int
     exact: bool
 
@@ -143,16 +143,15 @@ def _rules(lengths: np.ndarray, limits: Limits, num_buckets: int) -> _Rules:
 def _sequence_rules(
     lengths: Mapping[str, ArrayLike], limits: SequenceLimits, num_buckets: int
 ) -> _Rules:
-    joint = plan_jointly(lengths, limits, num_buckets)
+    plans = {OPTIMAL: plan_sequences(lengths, limits, num_buckets)}
     planned = limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
-    plans = {OPTIMAL: joint.plan}
     for name, seq_lens in nested_shapes(planned, limits, num_buckets):
         plans[f"by the {name}"] = fitted_plan(limits, seq_lens, lengths)
     longest = limits.rounded(planned.max(axis=0))[None]
     # One shape that holds all examples may exceed the limits.
     if limits.batch_sizes(longest)[0] > 0:
         plans[ONE_SHAPE] = fitted_plan(limits, longest, lengths)
-    return _Rules(plans, joint.lower_bound, num_buckets, joint.proven)
+    return _Rules(plans, None, num_buckets, exact=False)
 
 
 def _costed(plan: BucketPlan, limits: Limits | SequenceLimits) -> BucketPlan:

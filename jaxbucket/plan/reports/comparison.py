@@ -72,7 +72,7 @@ class Comparison:
       plans: the plans, each with its epoch.
       least_cost: a lower bound of the cost of any plan with one example per row and at
         most `num_buckets` shapes: the cost of an epoch of full batches, or for several
-        sequences the bound of `plan_jointly`.
+        sequences None.
       num_buckets: the maximum number of shapes of a rule's plan.
       exact: whether the optimal plan is proven to be the cheapest plan of at most
         `num_buckets` shapes, remainders included; False if the search ended early.
@@ -80,7 +80,7 @@ class Comparison:
     """
 
     plans: tuple[ComparedPlan, ...]
-    least_cost: float
+    least_cost: float | None
     num_buckets: int
     exact: bool
     note: str = ""
@@ -142,6 +142,8 @@ class Comparison:
 
     @property
     def _optimality(self) -> str:
+        if self.least_cost is None:
+            return ""
         best = self[OPTIMAL].report
         above = best.epoch_cost / self.least_cost - 1
         least = format_cost(self.least_cost, best.cost_unit, self.unit)
@@ -149,12 +151,10 @@ class Comparison:
         proof = ""
         if self.exact:
             proof = f" and is proven to be the cheapest plan with {kind}"
-        why = "This bound assumes that every batch is full, so it"
-        if self.plans[0].plan.sequences:
-            why = "This bound"
         return (
-            f"With {kind}, an epoch costs at least {least}. {why} cannot always be "
-            f"reached. The optimal plan costs {above:.2%} more{proof}."
+            f"With {kind}, an epoch costs at least {least}. This bound assumes that "
+            "every batch is full, so it cannot always be reached. The optimal plan "
+            f"costs {above:.2%} more{proof}."
         )
 
     def to_dict(self) -> dict[str, Any]:

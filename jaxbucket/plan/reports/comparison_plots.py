@@ -155,6 +155,8 @@ def _draw_costs(comparison: Comparison, ax: Axes) -> None:
     ax.set(xlabel="relative cost", xlim=(0, 1.05 * end))
     unit = comparison.unit
     _label_bars(ax, [format_cost(r.epoch_cost, r.cost_unit, unit) for r in reports])
+    if comparison.least_cost is None:
+        return
     least = comparison.least_cost / reports[0].epoch_cost
     # A white line under the dotted line keeps it visible on dark bars.
     ax.axvline(least, color="white", linewidth=2)

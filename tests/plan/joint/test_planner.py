@@ -7,9 +7,8 @@ import pytest
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint import bound, search
+from jaxbucket.plan.joint import search
 from jaxbucket.plan.joint.additions import Choice, Grid
-from jaxbucket.plan.joint.bound import lower_bound
 from jaxbucket.plan.joint.epoch import epoch_costs
 from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.joint.points import Points
@@ -115,11 +114,8 @@ def check_near_the_best_set(seeds: range) -> None:
         assert problem.costs(plan.seq_lens) == pytest.approx(
             (plan.epoch_cost, plan.steady_cost)
         )
-        assert plan.lower_bound <= least * (1 + 1e-9)
         assert plan.epoch_cost >= least * (1 - 1e-9)
         excesses.append(plan.epoch_cost / least - 1)
-        if plan.proven:
-            assert excesses[-1] < 1e-9
     assert np.mean(np.array(excesses) > 0.02) <= 0.1
     assert np.mean(excesses) < 0.01
 
@@ -131,24 +127,6 @@ def test_hardly_any_set_of_shapes_is_cheaper():
 @pytest.mark.exhaustive
 def test_hardly_any_set_of_shapes_is_cheaper_in_many_problems():
     check_near_the_best_set(range(20, 100))
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_no_set_of_shapes_is_below_the_bounds(seed, monkeypatch):
-    problem = Problem(seed)
-    seq_lens = next(problem.search().choices([]))
-    complete = lower_bound(problem.search(), seq_lens)
-    monkeypatch.setattr(bound, "_MAX_SHAPES", 4)
-    monkeypatch.setattr(bound, "_MAX_ROUNDED", 9)
-    monkeypatch.setattr("jaxbucket.plan.joint.fine_grid._MAX_FINE", 16 + seed)
-    rough = lower_bound(problem.search(), seq_lens)
-    shapes = problem.shapes()
-    shapes = shapes[problem.batch_sizes_fn(shapes) > 0]
-    rng = np.random.default_rng(seed)
-    sets = [rng.permutation(len(shapes))[: problem.num_buckets] for _ in range(100)]
-    costs = [problem.costs(shapes[np.sort(chosen)])[1] for chosen in sets]
-    costs.append(problem.costs(seq_lens[shape_order(seq_lens)])[1])
-    assert max(complete, rough) <= min(costs) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -215,7 +193,6 @@ def test_one_shape_holds_all_if_it_must():
     assert plan.epoch_cost == free.epoch_cost
     single = search_shapes(lengths, 1, *arguments[2:], **options, must_hold_all=True)
     assert single.seq_lens.tolist() == [[9, 10]]
-    assert single.proven
 
 
 def test_pairs_are_held_by_shapes_that_the_budget_allows():
@@ -257,7 +234,7 @@ def test_any_number_of_sequences(sides):
     )
     assert fits(lengths, plan.seq_lens).any(axis=1).all()
     whole = by_tokens(1, lengths.max(axis=0)[None])[0] * len(lengths)
-    assert max(plan.lower_bound, plan.steady_cost) <= plan.epoch_cost < whole / 1.5
+    assert plan.steady_cost <= plan.epoch_cost < whole / 1.5
 
 
 @pytest.mark.exhaustive
@@ -269,7 +246,6 @@ def test_plans_are_deterministic_and_do_not_depend_on_the_order_of_examples():
     other = search_shapes(rng.permutation(lengths), *arguments, multiples=[4, 8])
     np.testing.assert_array_equal(plan.seq_lens, other.seq_lens)
     assert plan.epoch_cost == other.epoch_cost
-    assert plan.lower_bound == other.lower_bound
 
 
 @pytest.mark.exhaustive
@@ -292,7 +268,8 @@ def test_a_million_pairs_take_seconds():
     start = time.process_time()
     plan = search_shapes(lengths, 16, rows_within(1 << 17), by_tokens, multiples=[8, 8])
     assert time.process_time() - start < 10
-    assert plan.steady_cost < 1.05 * plan.lower_bound
+    whole = by_tokens(1, lengths.max(axis=0)[None])[0] * len(lengths)
+    assert plan.epoch_cost < whole / 1.5
 
 
 @pytest.mark.parametrize(
