@@ -10,6 +10,11 @@ remainders" is the best rule with jaxbucket's treatment of remainders. The paddi
 full batches is a lower bound for any choice of the same number of shapes. B is a
 multiple of 8 if 8 rows fit.
 
+"Small sets" are random subsets of 3 to 4,000 examples. Their plans are compared with a
+dynamic program over (T, B) without promoted examples, for several costs. `--small`
+runs only this part, and with `--json` prints the cost of every plan, to be compared
+with those of another version: `--before FILE` counts plans that cost more than there.
+
 The last part plans 64 to 4,096 buckets for 1,000 to 100,000 different lengths, padded
 and packed, and reports CPU seconds of a single run. `--many` runs only this part.
 
@@ -18,10 +23,11 @@ skipped if it does not exist.
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +46,13 @@ LONGEST = 16_384
 NUM_BUCKETS = (4, 8, 16, 32)
 MULTIPLES = (8, 128)
 BATCH_SIZE_MULTIPLE = 8
+SMALL_SIZES = (3, 10, 20, 50, 100, 200, 500, 1000, 2000, 4000)
+SMALL_BUCKETS = (1, 4, 8, 16)
+SMALL_COSTS: dict[str, Any] = {
+    "tokens": None,
+    "operations": jb.plan.TransformerCost(width=256, depth=4),
+    "seconds": jb.plan.StepTime(0.02, 1e-6, 2e-9),
+}
 
 
 class Lengths(NamedTuple):
@@ -55,8 +68,15 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, default=DATA)
     parser.add_argument("--sets", nargs="+", help="prefixes of the sets to include")
     parser.add_argument("--many", action="store_true", help="run only the last part")
+    parser.add_argument("--small", action="store_true", help="run only small sets")
+    parser.add_argument("--before", type=pathlib.Path, help="JSON of `--small --json`")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.small:
+        small = small_sets(all_sets(args.data), args.sets)
+        before = json.loads(args.before.read_text()) if args.before else {}
+        print(json.dumps(small)) if args.json else show_small(Console(), small, before)
+        return
     if args.many:
         large = many_buckets_and_lengths()
         print(json.dumps(large)) if args.json else show_many(Console(width=132), large)
@@ -72,6 +92,7 @@ def main() -> None:
         "padding": rows,
         "violations": violations(rows),
         "token_batching": token_batching(),
+        "small": small_sets(sets),
         "seconds": planning_seconds(),
         "many": many_buckets_and_lengths(),
     }
@@ -111,7 +132,8 @@ def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
     padded = jb.plan.compare_plans(
         lengths.values, limits, num_buckets=num_buckets, remainder="pad"
     )
-    optimal = with_remainders[OPTIMAL]
+    optimal, least = with_remainders[OPTIMAL], with_remainders.least_cost
+    assert least is not None
     rules = {p.name: p.report.padding for p in padded.plans if p.name != OPTIMAL}
     real = optimal.report.real_tokens
     others = [p.report.padding for p in with_remainders.plans if p.name != OPTIMAL]
@@ -120,15 +142,13 @@ def row(lengths: Lengths, num_buckets: int, multiple: int) -> dict[str, Any]:
         "K": num_buckets,
         "multiple": multiple,
         "ours": optimal.report.padding,
-        "bound": 1 - real / with_remainders.least_cost,
+        "bound": 1 - real / least,
         "best_rule_with_our_remainders": min(others),
         "rules": rules,
         "seconds": seconds,
         # Whether every length has a shape of its own, so that all rules are optimal.
         "trivial": len(np.unique(-(-lengths.values // multiple))) <= num_buckets,
-        "batches_above_bound": (
-            optimal.report.padded_tokens - with_remainders.least_cost
-        )
+        "batches_above_bound": (optimal.report.padded_tokens - least)
         / sum(bucket.num_tokens for bucket in optimal.plan.buckets),
     }
 
@@ -204,6 +224,74 @@ def padding_row(name: str, batches: Any) -> dict[str, Any]:
         "shapes": len({(rows, longest) for rows, longest, _ in shapes}),
         "padding": 1 - sum(real for _, _, real in shapes) / padded,
     }
+
+
+def small_sets(
+    sets: Iterable[Lengths], prefixes: Sequence[str] | None = None
+) -> dict[str, dict[str, float]]:
+    """Returns the costs of plans of random subsets, by set, size, cost and K."""
+    sets = [s for s in sets if not prefixes or s.name.startswith(tuple(prefixes))]
+    cases = itertools.product(sets, SMALL_SIZES, (1, BATCH_SIZE_MULTIPLE), SMALL_COSTS)
+    result = {}
+    for (name, values, budget), size, multiple, cost in track(
+        list(cases), "Small sets", transient=True
+    ):
+        rng = np.random.default_rng(size)
+        lengths = rng.choice(values, min(size, len(values)), replace=False)
+        longest = -(-int(lengths.max()) // multiple) * multiple
+        max_tokens = max(budget, multiple * longest)
+        best = without_promotion(lengths, max_tokens, multiple, SMALL_COSTS[cost])
+        for num_buckets in SMALL_BUCKETS:
+            start = time.process_time()
+            plan = jb.plan_buckets(
+                lengths,
+                max_tokens=max_tokens,
+                num_buckets=num_buckets,
+                batch_size_multiple=multiple,
+                seq_len_multiple=multiple,
+                cost_fn=SMALL_COSTS[cost],
+            )
+            seconds = time.process_time() - start
+            epoch = jb.report(plan, lengths)
+            result[f"{name} {size} x{multiple} {cost} K={num_buckets}"] = {
+                "size": size,
+                "multiple": multiple,
+                "K": num_buckets,
+                "cost": float(epoch.epoch_cost),
+                "dynamic": float(best[num_buckets - 1]),
+                "padding": epoch.padding,
+                "seconds": seconds,
+            }
+    return result
+
+
+def without_promotion(
+    lengths: np.ndarray, max_tokens: int, multiple: int, cost_fn: Any
+) -> list[float]:
+    """Returns the least cost of an epoch with 1, 2, ... buckets, by (T, B).
+
+    Each bucket has as few batches as the largest B needs, of the smallest B for these.
+    """
+    ends = np.unique(-(-lengths // multiple) * multiple)
+    starts = np.append(0, np.searchsorted(np.sort(lengths), ends, side="right"))
+    most = max_tokens // ends // multiple * multiple
+    rows = starts[1:] - starts[:, None]
+    steps = np.maximum(-(-rows // most), 1)
+    sizes = np.maximum(-(-rows // (steps * multiple)), 1) * multiple
+    if isinstance(cost_fn, jb.plan.StepTime):
+        # Without the shapes that were measured, it has a formula for arrays.
+        step, token, pair = cost_fn.per_step, cost_fn.per_token, cost_fn.per_pair
+        costs = step + sizes * ends * (token + ends * pair)
+    else:
+        by_arrays: Any = cost_fn or jb.plan.TokenCost()
+        costs = by_arrays(sizes, ends)
+    costs = np.where(rows > 0, steps * costs, np.inf)
+    best, least = np.where(np.arange(len(starts)) > 0, np.inf, 0.0), []
+    for _ in range(max(SMALL_BUCKETS)):
+        new = (best[:, None] + costs).min(axis=0)
+        best = np.append(0.0, np.minimum(best[1:], new))
+        least.append(best[-1])
+    return least
 
 
 def planning_seconds() -> list[dict[str, Any]]:
@@ -364,6 +452,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     for name, number in result["violations"].items():
         console.print(f"{name}: {number}")
+    show_small(console, result["small"], {})
     for title, part in (
         ("200,000 uniform lengths", result["token_batching"]),
         ("Planning, best of three", result["seconds"]),
@@ -384,6 +473,31 @@ def show(result: dict[str, Any]) -> None:
             )
         console.print(table)
     show_many(console, result["many"])
+
+
+def show_small(
+    console: Console, small: dict[str, dict[str, float]], before: dict[str, Any]
+) -> None:
+    table = Table(title="Small sets: means over sets and costs")
+    for name in ("examples", "B x", "K", "padding, %", "by (T, B), cost", "CPU s"):
+        table.add_column(name, justify="right")
+    rows = small.values()
+    keys = sorted({(r["size"], r["multiple"], r["K"]) for r in rows})
+    for key in keys:
+        part = [r for r in rows if (r["size"], r["multiple"], r["K"]) == key]
+        table.add_row(
+            *map(str, map(int, key)),
+            f"{100 * np.mean([r['padding'] for r in part]):.1f}",
+            f"{np.mean([r['dynamic'] / r['cost'] for r in part]):.3f}x",
+            f"{np.mean([r['seconds'] for r in part]):.3f}",
+        )
+    console.print(table)
+    above = sum(r["cost"] > r["dynamic"] * (1 + 1e-9) for r in rows)
+    console.print(f"plans that cost more than by (T, B): {above} of {len(small)}")
+    if before:
+        shared = small.keys() & before.keys()
+        more = sum(small[x]["cost"] > before[x]["cost"] * (1 + 1e-9) for x in shared)
+        console.print(f"plans that cost more than before: {more} of {len(shared)}")
 
 
 def show_many(console: Console, large: dict[str, Any]) -> None:

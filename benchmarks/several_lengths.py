@@ -8,10 +8,10 @@ remainders flow between the shapes in the same way. Real lengths come from
 `../shared/data`, where it exists; `speech_lengths` makes up others.
 
 The numbers are the share of an epoch's cost that is padding, with remainders and if
-every batch were full. "bound" is the same for the planner's lower bound, and "above
-bound" how much more an epoch costs. The other rules are the best of all their
-variants: product grids of the best boundaries of each side, the two passes of NeMo, and
-the best buckets by the maximum or by the sum of both lengths.
+every batch were full. B of the shapes of every rule is chosen for its rows. The other
+rules are the best of all their variants: product grids of the best boundaries of each
+side, the two passes of NeMo, and the best buckets by the maximum or by the sum of both
+lengths.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbucket.base.assignment import cheapest
-from jaxbucket.plan.flow.between import flow_remainders_between
+from jaxbucket.plan.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 from jaxbucket.plan.joint.planner import search_shapes
+from jaxbucket.plan.joint.pricing import Pricing
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 NUM_BUCKETS = (4, 8, 16, 32)
@@ -166,8 +167,6 @@ def row(pairs: Pairs, cost: str, num_buckets: int) -> dict[str, Any]:
         "K": num_buckets,
         "jointly": [1 - least / ours.cost, 1 - least / ours.steady],
         "others": others,
-        "bound": 1 - least / plan.lower_bound,
-        "gap": [ours.cost / plan.lower_bound - 1, ours.steady / plan.lower_bound - 1],
         "seconds": seconds,
     }
 
@@ -181,8 +180,9 @@ def epoch_of(pairs: Pairs, seq_lens: np.ndarray, costs_fn: Callable) -> Epoch:
     costs = costs_fn(sizes, seq_lens)
     shapes = cheapest(pairs.lengths, seq_lens, costs / sizes)
     counts = np.bincount(shapes, minlength=len(seq_lens))
-    flow = flow_remainders_between(counts, sizes, costs, dominates(seq_lens))
-    return Epoch(float(flow.batches @ costs), float(counts @ (costs / sizes)))
+    steps = Pricing(pairs.batch_sizes, costs_fn).sizes(seq_lens, int(counts.sum()))
+    cost = fitted_between(steps, counts, dominates(seq_lens))[1]
+    return Epoch(cost, float(counts @ (costs / sizes)))
 
 
 def factorizations(number: int) -> Iterator[tuple[int, int]]:
@@ -338,14 +338,13 @@ def show(result: dict[str, Any]) -> None:
             title = f"Cost of padding by {cost}, with remainders / full batches, %"
         table = Table(title=title)
         table.add_column("set")
-        for name in ("K", "jointly", *RULES, "bound", "above bound", "seconds"):
+        for name in ("K", "jointly", *RULES, "seconds"):
             table.add_column(name, justify="right")
         for r in result["rows"]:
             if r["cost"] == cost:
                 table.add_row(
                     *(r["set"], str(r["K"]), f"[bold]{percents(r['jointly'])}"),
                     *(percents(r["others"][name]) for name in RULES),
-                    *(f"{100 * r['bound']:.2f}", percents(r["gap"])),
                     f"{r['seconds']:.2f}",
                 )
         console.print(table)

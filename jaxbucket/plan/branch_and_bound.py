@@ -125,12 +125,12 @@ class Search:
         empty = np.zeros(0, np.int64)
         parts = [_States(empty, empty, empty, empty)]
         for parent, end in self._open_pairs(states, left, limit):
-            *extensions, is_cut = self._extensions(states, parent, end)
-            for extended in extensions:
+            padded, filled, is_cut = self._extensions(states, parent, end)
+            for extended in (padded, filled):
                 promising = self._bound(extended, left) < limit
                 parts.append(extended.take(np.flatnonzero(promising)))
             # Those that were left out promote more rows, which costs no less.
-            self.incomplete |= bool((promising & is_cut).any())
+            self.incomplete |= bool((self._bound(filled, left) < limit)[is_cut].any())
             self.pairs += _EXTENSION_COST * len(end)
             if sum(len(part.end) for part in parts) > _MAX_STATES:
                 parts = [self._best_of(_States.concatenate(parts), left, limit)]

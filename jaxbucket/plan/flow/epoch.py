@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths
-from jaxbucket.base.lengths import Lengths
-from jaxbucket.plan.chunks import last_chunks
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, flow_remainders
@@ -31,26 +28,6 @@ def epoch_flow(
     """
     sizes = plan.rows_per_step(together)
     return row_flow(plan, counts, sizes, plan.costs, remainder)
-
-
-def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
-    """Returns the number of examples, or of chunks, of each bucket, `[K]` int64.
-
-    Args:
-      plan: the buckets.
-      lengths: `[N]` integers, one per example; or a mapping from sequence name to
-        `[N]`.
-
-    Raises:
-      ValueError: if `plan.check` raises it.
-    """
-    full = 0
-    if plan.overlong == "split":
-        lengths, full = last_chunks(check_lengths(lengths), plan.max_seq_len)
-    counts = np.bincount(plan.assign(lengths).astype(np.int64) + 1)
-    counts = np.pad(counts, (0, len(plan) + 1 - len(counts)))[1:]
-    counts[-1] += full
-    return counts
 
 
 def row_flow(
