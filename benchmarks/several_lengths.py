@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxbucket.base.assignment import cheapest
-from jaxbucket.plan.batch_sizes import fitted_between
+from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.joint.pricing import Pricing

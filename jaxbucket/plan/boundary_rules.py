@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.batch_sizes import Fit, fitted
-from jaxbucket.plan.step_sizes import StepSizes
+from jaxbucket.plan.flow.batch_sizes import Fit, fitted
+from jaxbucket.plan.flow.step_sizes import StepSizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxbucket.plan.boundary_rules import Candidates
+from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.optimal import optimal
 from jaxbucket.plan.sequence_limits import SequenceLimits
-from jaxbucket.plan.step_sizes import StepSizes
 
 # With more distinct numbers, only some of them can be the end of a bucket.
 _MAX_ENDS = 1024

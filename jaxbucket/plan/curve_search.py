@@ -13,11 +13,11 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.plan.batch_sizes import example_counts
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.curve import CurvePoint, PlanCurve
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_plan import plan_sequences
 from jaxbucket.plan.limits import Limits, check_limits
 from jaxbucket.plan.optimal import Optimum

@@ -1,9 +1,15 @@
-"""Cumulative counts of examples and tokens by length."""
+"""Counts of examples and tokens: by length, cumulative, and by bucket."""
 
 from __future__ import annotations
 
-import numpy as np
+from typing import cast
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.plan.chunks import last_chunks
 
@@ -101,3 +107,25 @@ def grouped(
     totals = np.add.reduceat(counts, starts)
     means = np.rint(np.add.reduceat(values * counts, starts) / totals)
     return means.astype(np.int64), totals
+
+
+def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
+    """Returns the number of examples, or of chunks, of each bucket, `[K]` int64.
+
+    Args:
+      plan: the buckets.
+      lengths: `[N]` integers, one per example; or a mapping from sequence name to
+        `[N]`.
+
+    Raises:
+      ValueError: if `plan.check` raises it.
+    """
+    full = 0
+    if plan.overlong == "split":
+        lengths, full = last_chunks(
+            check_lengths(cast(ArrayLike, lengths)), plan.max_seq_len
+        )
+    counts = np.bincount(plan.assign(lengths).astype(np.int64) + 1)
+    counts = np.pad(counts, (0, len(plan) + 1 - len(counts)))[1:]
+    counts[-1] += full
+    return counts

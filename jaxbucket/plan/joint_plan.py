@@ -11,11 +11,12 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.sizes import Sizes, checked_size
-from jaxbucket.plan.batch_sizes import example_counts, fitted_between
 from jaxbucket.plan.chains import nested_shapes
+from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates
 from jaxbucket.plan.flow.epoch import row_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.sequence_limits import SequenceLimits
 

@@ -20,11 +20,11 @@ from jaxbucket.base.checks import (
     overlong_message,
 )
 from jaxbucket.base.policies import OVERLONG, Overlong
-from jaxbucket.plan.batch_sizes import fitted
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, FlopCost, TokenCost, unit_of
+from jaxbucket.plan.flow.batch_sizes import fitted
+from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.histogram import cumulative
-from jaxbucket.plan.step_sizes import StepSizes
 
 # With more possible T, only the rounded-up lengths of examples are candidates. Other T
 # could save a little, in the last batch of a bucket, so the plan is not proven optimal.

@@ -12,9 +12,9 @@ import math
 
 import numpy as np
 
-from jaxbucket.plan.batch_sizes import fitted
 from jaxbucket.plan.boundary_rules import Candidates
-from jaxbucket.plan.step_sizes import StepSizes
+from jaxbucket.plan.flow.batch_sizes import fitted
+from jaxbucket.plan.flow.step_sizes import StepSizes
 
 # Costs are scaled to integers, so that a plan does not depend on rounding errors.
 # The cost of an epoch has this many bits, so that the sum of a few stays below 2**63.

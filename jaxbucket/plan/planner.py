@@ -15,10 +15,10 @@ from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.ratio import MaxRatio, checked_ratio
 from jaxbucket.plan import boundary_rules
-from jaxbucket.plan.batch_sizes import example_counts
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve_search import plan_curve
+from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_plan import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal

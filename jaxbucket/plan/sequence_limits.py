@@ -29,8 +29,8 @@ from jaxbucket.base.sizes import (
     checked_size,
 )
 from jaxbucket.plan.costs import unit_of
+from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.limits import call_user_function, check_batch_size_limits
-from jaxbucket.plan.step_sizes import StepSizes
 
 # (B, mapping from sequence name to T) -> the cost of a step.
 SequenceCostFn: TypeAlias = Callable[[int, Mapping[str, int]], float]

@@ -9,10 +9,10 @@ import pytest
 
 from jaxbucket import BucketPlan, plan_buckets, report
 from jaxbucket.plan import lower_bound
-from jaxbucket.plan.batch_sizes import fitted
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.dense import evenly_dense, improved
+from jaxbucket.plan.flow.batch_sizes import fitted
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal

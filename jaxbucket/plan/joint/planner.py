@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import MAX_LENGTH, check_accumulate, check_positive
-from jaxbucket.plan.batch_sizes import fitted_between
+from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.joint.all_sets import best_sets

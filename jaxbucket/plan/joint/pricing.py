@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.step_sizes import StepSizes
+from jaxbucket.plan.flow.step_sizes import StepSizes
 
 BatchSizesFn: TypeAlias = Callable[[np.ndarray], np.ndarray]
 CostsFn: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]

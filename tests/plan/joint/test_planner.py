@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxbucket.base.assignment import cheapest
-from jaxbucket.plan.batch_sizes import fitted_between
+from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 from jaxbucket.plan.joint import search
 from jaxbucket.plan.joint.additions import Choice, Grid

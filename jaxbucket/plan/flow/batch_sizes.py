@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths
-from jaxbucket.base.lengths import Lengths
-from jaxbucket.plan.chunks import last_chunks
 from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.step_sizes import StepSizes
+from jaxbucket.plan.flow.step_sizes import StepSizes
 
 # The number of B with a promoted remainder that are tried, for each number of batches,
 # and the number of partial choices, for one length and for several.
@@ -172,25 +167,3 @@ def _flow_cost(
     costs = sizes.cost(np.arange(len(rows)), rows)
     flow = flow_remainders_between(counts, rows, costs, dominates)
     return float(epoch_cost(flow.batches, costs))
-
-
-def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
-    """Returns the number of examples, or of chunks, of each bucket, `[K]` int64.
-
-    Args:
-      plan: the buckets.
-      lengths: `[N]` integers, one per example; or a mapping from sequence name to
-        `[N]`.
-
-    Raises:
-      ValueError: if `plan.check` raises it.
-    """
-    full = 0
-    if plan.overlong == "split":
-        lengths, full = last_chunks(
-            check_lengths(cast(ArrayLike, lengths)), plan.max_seq_len
-        )
-    counts = np.bincount(plan.assign(lengths).astype(np.int64) + 1)
-    counts = np.pad(counts, (0, len(plan) + 1 - len(counts)))[1:]
-    counts[-1] += full
-    return counts
