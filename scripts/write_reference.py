@@ -59,7 +59,8 @@ def public_names(module: types.ModuleType) -> list[str]:
     return [
         name
         for name in sorted(getattr(module, "__all__", dir(module)))
-        if str(getattr(getattr(module, name), "__module__", "")).startswith("jaxbucket")
+        if not name.startswith("_")
+        and str(getattr(getattr(module, name), "__module__", "")).startswith("jaxbucket")
     ]
 
 

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 def test_every_lower_bound_is_tested():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    tested = [extras[name] for name in ("parquet", "plots", "test", "loaders")]
+    tested = [extras[name] for name in ("train", "parquet", "plots", "test", "loaders")]
     requirements = [x for names in (project["dependencies"], *tested) for x in names]
     # "etils[epath,epy]>=1.12" -> ("etils", "1.12")
     bounds = dict(
