@@ -99,6 +99,14 @@ def public_names(facade: pathlib.Path) -> dict[str, str]:
 FACADES = sorted(x for x in ROOT.glob("**/__init__.py") if public_names(x))
 
 
+def test_type_checkers_see_all_names_of_a_facade_as_exported():
+    for facade in FACADES:
+        for node in ast.walk(parse(facade)):
+            if isinstance(node, ast.ImportFrom):
+                for name in node.names:
+                    assert name.asname in (name.name, "_lazy_names"), name.name
+
+
 def test_every_package_is_in_the_table():
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     names = folders | {path.stem for path in ROOT.glob("*.py")}

@@ -39,8 +39,8 @@ def naming_the_extra() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] not in _TRAIN:
             raise
+        # Without a `name`, so that no other block adds the same again.
         raise ModuleNotFoundError(
             f"{error}. Planning does not need it, but this part of jaxbucket does: pip "
-            "install 'jaxbucket[train]'.",
-            name=error.name,
+            "install 'jaxbucket[train]'."
         ) from error
