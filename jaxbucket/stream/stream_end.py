@@ -52,9 +52,7 @@ class StreamEnd:
         self._delay = check_integer("delay", delay)
         if self._delay < 0:
             raise ValueError(f"`delay={delay}` must not be negative.")
-        self._steps: collections.deque[tuple[set[Size], Any]] = (
-            collections.deque()
-        )
+        self._steps: collections.deque[tuple[set[Size], Any]] = collections.deque()
 
     def reached(self, bucket: Bucket | Sequence[Bucket], num_tokens: Any) -> bool:
         """Returns whether the streams had ended `delay` steps before this one.
