@@ -14,7 +14,6 @@ def test_the_source_distribution_has_what_the_tests_read():
     packed |= {"LICENSE", "README.md", "pyproject.toml"}
     code = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
     read = set(re.findall(r'(?:ROOT|parents\[\d\])(?:\.parent)? / "([^"]+)"', code))
-    # `shared` is beside a working copy.
     assert {".ci", "docs", "examples", "scripts"} <= read <= packed | {"shared"}
     assert {"CHANGELOG.md", "conftest.py", "tests"} <= packed
     assert all((ROOT / name).exists() for name in packed)

@@ -35,23 +35,19 @@ def main() -> None:
     source = [{"tokens": np.arange(n, dtype=np.uint8)} for n in (3, 5, 9, 4, 4, 7)]
     lengths = assert_type(jb.measure_lengths(source), np.ndarray)
     plan = jb.plan_buckets(lengths, max_tokens=64, num_buckets=2, seq_len_multiple=4)
-    assert_type(plan, jb.BucketPlan)
     positions: int = sum(b.batch_size * b.seq_len for b in plan.buckets)
     print(jb.report(plan, lengths).summary, positions / plan.max_tokens)
     pairs = {"source": lengths, "target": lengths[::-1]}
     for bucket in jb.plan_buckets(pairs, max_tokens=64).buckets:
-        area: int = (
-            bucket.batch_size * bucket.seq_len["source"] * bucket.seq_len["target"]
-        )
+        sizes = bucket.seq_len
+        print(bucket.batch_size * sizes["source"] * sizes["target"])
     print(jb.Limits(max_tokens=64, seq_len_multiple=4).batch_sizes([4, 8]))
-
     mesh = jb.data_mesh(jax.devices()[:1])
     schedule = jb.BatchSchedule(plan, lengths, order=jb.Curriculum(lengths), seed=0)
-    batches = jb.MeshLoader(source, schedule, mesh, num_epochs=2)
+    batches = jb.MeshLoader(source, schedule, mesh)
     rngs = nnx.Rngs(0)
     model = nnx.Sequential(nnx.Embed(256, 8, rngs=rngs), nnx.Linear(8, 256, rngs=rngs))
-    scale = jb.scale_by_batch_size(base_tokens=64, rule="sqrt")
-    tx = optax.chain(optax.adamw(3e-3), scale)
+    tx = optax.chain(optax.adamw(3e-3), jb.scale_by_batch_size(base_tokens=64))
     state = assert_type(jb.create_state(model, tx, mesh), jb.train.TrainState)
     step_fn = jb.make_train_step(loss_fn, tx, mesh)
     train_step = jb.compile_steps(step_fn, state, batches.specs)
@@ -73,11 +69,8 @@ def main() -> None:
         restored, position, extra = checkpoints.restore(state)
     assert_type(restored, jb.train.TrainState)
     assert_type(batches.resume(position), jb.MeshLoader)
-
     predict_step = jb.make_predict_step(predict_fn, mesh)
-    for outputs in jb.predict(
-        predict_step, state, jb.MeshLoader(source, schedule, mesh)
-    ):
+    for outputs in jb.predict(predict_step, state, batches):
         print(None if outputs is None else outputs["length"])
     choice = jb.plan_packing(lengths, max_tokens=64, pack="always")
     packed = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing, seed=0)
