@@ -26,11 +26,9 @@ class _Group(click.Group):
         except BrokenPipeError:
             # The reader has ended, as after `| head`. click exits without a message.
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ModuleNotFoundError) as error:
             command = self.commands.get(ctx.invoked_subcommand or "", self)
             raise click.ClickException(with_flags(str(error), command)) from None
-        except ModuleNotFoundError as error:
-            raise click.ClickException(str(error)) from error
         except MemoryError as error:
             raise click.ClickException(
                 f"There is not enough memory: {error or 'none is left'}. Run this on a "
