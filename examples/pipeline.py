@@ -210,7 +210,7 @@ def main() -> None:
     loader = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
     with jb.compile.count_compiles() as compiles:
         for step, batches in enumerate(loader):
-            micro = batches if args.accumulate > 1 else (batches,)
+            micro: Any = batches if args.accumulate > 1 else (batches,)
             stages, opt_state, loss = step_fn(stages, opt_state, micro)
             if step % 10 == 0 or step == args.steps - 1:
                 print(f"step {step:4d} {micro[0].bucket!s:>12} loss {float(loss):.3f}")

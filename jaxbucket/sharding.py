@@ -12,16 +12,19 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch, RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
+from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences
+
+with naming_the_extra():
+    import jax
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 __all__ = [
     "batch_sharding",

@@ -56,9 +56,10 @@ def section(
 
 def public_names(module: types.ModuleType) -> list[str]:
     """Returns the functions and classes of jaxbucket that a package shows."""
+    names = getattr(module, "__all__", dir(module))
     return [
         name
-        for name in sorted(getattr(module, "__all__", dir(module)))
+        for name in sorted(name for name in names if not name.startswith("_"))
         if str(getattr(getattr(module, name), "__module__", "")).startswith("jaxbucket")
     ]
 

@@ -12,6 +12,8 @@ import textwrap
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+GITHUB = "https://github.com/jaxbucket/jaxbucket"
+RAW = "https://raw.githubusercontent.com/jaxbucket/jaxbucket/main"
 README = (ROOT / "README.md").read_text()
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 
@@ -36,19 +38,29 @@ def test_the_readme_is_short():
 
 def test_continuous_integration_runs_the_readmes_test_command():
     train, test = blocks("bash", README)
-    assert train.strip() == "pip install -e . && python examples/train_lm.py"
+    assert train.strip() == 'pip install -e ".[train]" && python examples/train_lm.py'
     assert test in (ROOT / ".ci" / "run").read_text()
 
 
 def test_links_lead_to_files():
-    for folder, text in [(ROOT, README), *((ROOT / "docs", x) for x in PAGES.values())]:
+    for text in PAGES.values():
         for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
-            assert (folder / target).exists(), target
+            assert (ROOT / "docs" / target).exists(), target
+
+
+def test_links_of_the_readme_work_outside_of_the_repository():
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", README)
+    links = re.findall(r"(?<!!)\[[^]]*\]\(([^)]+)\)", README)
+    assert pictures and links
+    for begin, targets in [(f"{RAW}/", pictures), (f"{GITHUB}/blob/main/", links)]:
+        for target in targets:
+            assert target.startswith(begin), target
+            assert (ROOT / target.removeprefix(begin)).exists(), target
 
 
 def test_the_readme_links_to_every_page():
     for page in PAGES:
-        assert f"](docs/{page}.md)" in README, page
+        assert f"]({GITHUB}/blob/main/docs/{page}.md)" in README, page
 
 
 def test_the_reference_is_up_to_date():

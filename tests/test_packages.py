@@ -24,7 +24,7 @@ PACKAGES = {
         },
         {"numpy", "click", "rich", "matplotlib"},
     ),
-    "layers": ({"train", "optim"}, {"jax", "flax"}),
+    "layers": ({"train", "optim", "base"}, {"jax", "flax"}),
     "testing": ({"train", "base"}, {"numpy", "jax", "optax", "etils"}),
     "train": (
         {
@@ -67,7 +67,7 @@ def imports(tree: ast.AST) -> set[str]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
-        if isinstance(node, ast.With) and "lazy_api_imports" in ast.unparse(node):
+        if isinstance(node, ast.With) and "lazy_names" in ast.unparse(node):
             continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -89,7 +89,7 @@ def public_names(facade: pathlib.Path) -> dict[str, str]:
     return {
         alias.name: str(node.module)
         for block in ast.walk(parse(facade))
-        if isinstance(block, ast.With) and "lazy_api_imports" in ast.unparse(block)
+        if isinstance(block, ast.With) and "lazy_names" in ast.unparse(block)
         for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
@@ -97,6 +97,14 @@ def public_names(facade: pathlib.Path) -> dict[str, str]:
 
 
 FACADES = sorted(x for x in ROOT.glob("**/__init__.py") if public_names(x))
+
+
+def test_type_checkers_see_all_names_of_a_facade_as_exported():
+    for facade in FACADES:
+        for node in ast.walk(parse(facade)):
+            if isinstance(node, ast.ImportFrom):
+                for name in node.names:
+                    assert name.asname in (name.name, "_lazy_names"), name.name
 
 
 def test_every_package_is_in_the_table():
@@ -207,7 +215,7 @@ def test_importing_jaxbucket_loads_only_the_facades():
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     )
     facades = {module_name(x) for x in FACADES} - {"jaxbucket"}
-    light = {"jaxbucket.base", "jaxbucket.base.version"}
+    light = {"jaxbucket.base", "jaxbucket.base.lazy", "jaxbucket.base.version"}
     assert set(run.stdout.split()) == facades | light
 
 

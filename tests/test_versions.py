@@ -1,16 +1,28 @@
-"""The lower bounds of `pyproject.toml` are the versions that `.ci/run` tests."""
+"""Lower bounds of `pyproject.toml` are tested; a source distribution tests itself."""
 
 import pathlib
 import re
 import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_the_source_distribution_has_what_the_tests_read():
+    targets = PROJECT["tool"]["hatch"]["build"]["targets"]
+    packed = {name.strip("/") for name in targets["sdist"]["include"]}
+    packed |= {"LICENSE", "README.md", "pyproject.toml"}
+    code = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    read = set(re.findall(r'(?:ROOT|parents\[\d\])(?:\.parent)? / "([^"]+)"', code))
+    assert {".ci", "docs", "examples", "scripts"} <= read <= packed | {"shared"}
+    assert {"CHANGELOG.md", "conftest.py", "tests"} <= packed
+    assert all((ROOT / name).exists() for name in packed)
 
 
 def test_every_lower_bound_is_tested():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    tested = [extras[name] for name in ("parquet", "plots", "test", "loaders")]
+    tested = [extras[name] for name in ("train", "parquet", "plots", "test", "loaders")]
     requirements = [x for names in (project["dependencies"], *tested) for x in names]
     # "etils[epath,epy]>=1.12" -> ("etils", "1.12")
     bounds = dict(

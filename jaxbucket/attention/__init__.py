@@ -6,16 +6,15 @@ targets of losses on packed rows, and `sums` adds up numbers of each example.
 `left_padding` moves padding to the beginning of rows and back.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.attention.left_padding import left_padded, right_padded
-    from jaxbucket.attention.masks import (
-        NextTokens,
-        attention_mask,
-        next_tokens,
-        sequence_lengths,
-        token_weights,
-    )
-    from jaxbucket.attention.segment import segment_attention
-    from jaxbucket.attention.sums import example_sums
+with _lazy_names(globals()):
+    from jaxbucket.attention.left_padding import left_padded as left_padded
+    from jaxbucket.attention.left_padding import right_padded as right_padded
+    from jaxbucket.attention.masks import NextTokens as NextTokens
+    from jaxbucket.attention.masks import attention_mask as attention_mask
+    from jaxbucket.attention.masks import next_tokens as next_tokens
+    from jaxbucket.attention.masks import sequence_lengths as sequence_lengths
+    from jaxbucket.attention.masks import token_weights as token_weights
+    from jaxbucket.attention.segment import segment_attention as segment_attention
+    from jaxbucket.attention.sums import example_sums as example_sums

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxbucket.base.checks import check_countable, check_positive
-from jaxbucket.base.sizes import Sizes, checked_size, total
+from jaxbucket.base.sizes import Size, Sizes, checked_size, total
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -30,7 +30,7 @@ class Bucket:
     """
 
     batch_size: int
-    seq_len: int | Sizes
+    seq_len: Size
 
     if TYPE_CHECKING:
         # Any mapping is accepted, and stored as `Sizes`.

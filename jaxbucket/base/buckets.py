@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,7 +26,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.base.ratio import MaxRatio, checked_ratio, within_ratio
-from jaxbucket.base.sizes import PerSequence, Sizes, checked_size
+from jaxbucket.base.sizes import PerSequence, Size, Sizes, checked_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +74,25 @@ class BucketPlan:
     """
 
     buckets: tuple[Bucket, ...]
-    max_tokens: int | Sizes
+    max_tokens: Size
     batch_size_multiple: int = 1
-    seq_len_multiple: int | Sizes = 1
+    seq_len_multiple: Size = 1  # pyright: ignore
     overlong: Overlong | Mapping[str, Overlong] = "error"
     step_costs: tuple[float, ...] | None = None
     cost_unit: str = "tokens"
     packed: bool = False
     max_ratio: MaxRatio | None = None
+
+    if TYPE_CHECKING:
+        # Any mapping is accepted, and stored as `Sizes`.
+        def __init__(
+            self,
+            buckets: Iterable[Bucket],
+            max_tokens: int | Mapping[str, int],
+            batch_size_multiple: int = 1,
+            seq_len_multiple: int | Mapping[str, int] = 1,
+            **fields: Any,
+        ) -> None: ...
 
     def __post_init__(self):
         self._set("buckets", tuple(self.buckets))

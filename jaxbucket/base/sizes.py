@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxbucket.base.checks import check_positive
 
@@ -91,6 +91,14 @@ class Sizes(PerSequence[int]):
         if not isinstance(other, Sizes):
             return NotImplemented
         return (self.total, *self.items()) < (other.total, *other.items())
+
+
+if TYPE_CHECKING:
+    # Code is written for one sequence or for several, and a type checker cannot know
+    # for which: both `8 * size` and `8 * size["source"]` are correct.
+    class Size(int, Mapping[str, int]): ...
+else:
+    Size = int | Sizes
 
 
 def check_sequence_names(argument: str, values: Mapping[Any, Any]) -> None:

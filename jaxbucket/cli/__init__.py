@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.cli.analyze import analyze
 from jaxbucket.cli.compare import compare
 from jaxbucket.cli.flags import with_flags
@@ -20,11 +21,12 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with naming_the_extra():
+                return super().invoke(ctx)
         except BrokenPipeError:
             # The reader has ended, as after `| head`. click exits without a message.
             raise
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ModuleNotFoundError) as error:
             command = self.commands.get(ctx.invoked_subcommand or "", self)
             raise click.ClickException(with_flags(str(error), command)) from None
         except MemoryError as error:

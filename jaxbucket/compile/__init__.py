@@ -5,11 +5,13 @@ dispatches each batch to its executable. `executable_cache` stores executables i
 `guard` reports unplanned compilations, and `recipes` compiles before a job starts.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.compile.events import count_compiles
-    from jaxbucket.compile.executable_cache import ExecutableCache
-    from jaxbucket.compile.report import CompileReport, ProgramReport
-    from jaxbucket.compile.steps import CompiledSteps, compile_steps
-    from jaxbucket.compile.xla_cache import use_xla_cache
+with _lazy_names(globals()):
+    from jaxbucket.compile.events import count_compiles as count_compiles
+    from jaxbucket.compile.executable_cache import ExecutableCache as ExecutableCache
+    from jaxbucket.compile.report import CompileReport as CompileReport
+    from jaxbucket.compile.report import ProgramReport as ProgramReport
+    from jaxbucket.compile.steps import CompiledSteps as CompiledSteps
+    from jaxbucket.compile.steps import compile_steps as compile_steps
+    from jaxbucket.compile.xla_cache import use_xla_cache as use_xla_cache

@@ -6,7 +6,7 @@ import collections
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -29,12 +29,13 @@ from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport
 from jaxbucket.compile.xla_cache import use_xla_cache
 
+_Result = TypeVar("_Result")
 # Enough to keep a device busy even if steps are short.
 _MAX_IN_FLIGHT = 8
 
 
 def compile_steps(
-    step_fn: Callable[[Any, Batch], Any],
+    step_fn: Callable[[Any, Batch], _Result],
     state: Any,
     specs: Mapping[Bucket, Batch],
     *,
@@ -46,7 +47,7 @@ def compile_steps(
     pad_value: PadValue = 0,
     on_compile: OnCompile = "warn",
     progress: bool = True,
-) -> CompiledSteps:
+) -> CompiledSteps[_Result]:
     """Compiles a step function for every bucket ahead of time.
 
     Programs are traced one after another and compiled several at a time. The longest
@@ -132,10 +133,10 @@ def compile_steps(
 
 def compile_by(
     options: CompileOptions,
-    step_fn: Callable[[Any, Batch], Any],
+    step_fn: Callable[[Any, Batch], _Result],
     state: Any,
     specs: Mapping[Bucket, Batch],
-) -> CompiledSteps:
+) -> CompiledSteps[_Result]:
     """Compiles as `compile_steps` does, with options that are already checked."""
     check_step(step_fn, state, specs)
     if hasattr(step_fn, "compile_steps"):
@@ -146,7 +147,7 @@ def compile_by(
     return CompiledSteps(step_fn, (state,), specs, options)
 
 
-class CompiledSteps(Mapping[Bucket, Any]):
+class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
     """A compiled step, `steps(state, batch)`, and a mapping: bucket -> executable.
 
     It is the result of `compile_steps`.
@@ -246,7 +247,7 @@ class CompiledSteps(Mapping[Bucket, Any]):
         for label in self._job:
             self._job[label]
 
-    def __call__(self, state: Any, batch: Batch) -> Any:
+    def __call__(self, state: Any, batch: Batch) -> _Result:
         """Runs the executable of the batch's bucket.
 
         Args:

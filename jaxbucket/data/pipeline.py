@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast, overload
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import RowShard, checked_shard
+from jaxbucket.base.batch import Batch, RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
@@ -118,7 +118,7 @@ def batch_dataset(
     return BatchDataset(reader, start_step, run_end(num_steps, num_epochs))
 
 
-class BatchDataset(grain.MapDataset[Any]):
+class BatchDataset(grain.MapDataset[Batch]):
     """The dataset that `batch_dataset` returns.
 
     Indices beyond its length are valid and return the batches of later steps.
@@ -178,10 +178,10 @@ class BatchDataset(grain.MapDataset[Any]):
         return self._num_steps - self._start_step
 
     @overload
-    def __getitem__(self, index: slice) -> grain.MapDataset[Any]: ...
+    def __getitem__(self, index: slice) -> grain.MapDataset[Batch]: ...
 
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Batch: ...
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -5,8 +5,8 @@ all of them when one is lost, and `stop` stops all of them before the same step.
 communicate through the key-value store of jax's coordination service (`store`).
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.distributed.processes import Processes
-    from jaxbucket.distributed.stop import StopRequest
+with _lazy_names(globals()):
+    from jaxbucket.distributed.processes import Processes as Processes
+    from jaxbucket.distributed.stop import StopRequest as StopRequest

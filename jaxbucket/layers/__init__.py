@@ -4,9 +4,9 @@
 `nnx_batch_norm` and `linen_batch_norm` are Flax's batch normalization with these.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.layers.linen_batch_norm import LinenBatchNorm
-    from jaxbucket.layers.nnx_batch_norm import NnxBatchNorm
-    from jaxbucket.layers.statistics import masked_statistics
+with _lazy_names(globals()):
+    from jaxbucket.layers.linen_batch_norm import LinenBatchNorm as LinenBatchNorm
+    from jaxbucket.layers.nnx_batch_norm import NnxBatchNorm as NnxBatchNorm
+    from jaxbucket.layers.statistics import masked_statistics as masked_statistics

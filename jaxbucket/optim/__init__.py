@@ -20,16 +20,17 @@ adapts Adam's moment estimates to the batch size. `average_params` keeps an aver
 the parameters for evaluation.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.optim.adam_sde import scale_by_adam_sde
-    from jaxbucket.optim.average import average_of, average_params
-    from jaxbucket.optim.batch_size import scale_by_batch_size
-    from jaxbucket.optim.linearity import is_linear_in_lr
+with _lazy_names(globals()):
+    from jaxbucket.optim.adam_sde import scale_by_adam_sde as scale_by_adam_sde
+    from jaxbucket.optim.average import average_of as average_of
+    from jaxbucket.optim.average import average_params as average_params
+    from jaxbucket.optim.batch_size import scale_by_batch_size as scale_by_batch_size
+    from jaxbucket.optim.linearity import is_linear_in_lr as is_linear_in_lr
+    from jaxbucket.optim.schedules import scale_schedule as scale_schedule
+    from jaxbucket.optim.schedules import schedule_by_work as schedule_by_work
     from jaxbucket.optim.schedules import (
-        scale_schedule,
-        schedule_by_work,
-        warmup_inverse_sqrt_schedule,
+        warmup_inverse_sqrt_schedule as warmup_inverse_sqrt_schedule,
     )
-    from jaxbucket.optim.states import learning_rate_metrics
+    from jaxbucket.optim.states import learning_rate_metrics as learning_rate_metrics

@@ -6,23 +6,22 @@ state that advances, so a run resumes from a single integer. A `BatchSampler` yi
 indices of examples for PyTorch.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.base.batch import BatchIndices
-    from jaxbucket.schedule.batch_sampler import BatchSampler
-    from jaxbucket.schedule.batch_schedule import BatchSchedule
-    from jaxbucket.schedule.curriculum import Curriculum
-    from jaxbucket.schedule.difficulty_index import DifficultyIndex
-    from jaxbucket.schedule.grouped_by_length import GroupedByLength
-    from jaxbucket.schedule.joined_schedule import JoinedSchedule
-    from jaxbucket.schedule.mixture import Mixture
-    from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
-    from jaxbucket.schedule.noisy_sorted import NoisySorted
-    from jaxbucket.schedule.pacing import (
-        ByValue,
-        CyclicPacing,
-        LinearPacing,
-        RootPacing,
-        StepPacing,
-    )
+with _lazy_names(globals()):
+    from jaxbucket.base.batch import BatchIndices as BatchIndices
+    from jaxbucket.schedule.batch_sampler import BatchSampler as BatchSampler
+    from jaxbucket.schedule.batch_schedule import BatchSchedule as BatchSchedule
+    from jaxbucket.schedule.curriculum import Curriculum as Curriculum
+    from jaxbucket.schedule.difficulty_index import DifficultyIndex as DifficultyIndex
+    from jaxbucket.schedule.grouped_by_length import GroupedByLength as GroupedByLength
+    from jaxbucket.schedule.joined_schedule import JoinedSchedule as JoinedSchedule
+    from jaxbucket.schedule.mixture import Mixture as Mixture
+    from jaxbucket.schedule.mixture_report import ComponentReport as ComponentReport
+    from jaxbucket.schedule.mixture_report import MixtureReport as MixtureReport
+    from jaxbucket.schedule.noisy_sorted import NoisySorted as NoisySorted
+    from jaxbucket.schedule.pacing import ByValue as ByValue
+    from jaxbucket.schedule.pacing import CyclicPacing as CyclicPacing
+    from jaxbucket.schedule.pacing import LinearPacing as LinearPacing
+    from jaxbucket.schedule.pacing import RootPacing as RootPacing
+    from jaxbucket.schedule.pacing import StepPacing as StepPacing

@@ -5,8 +5,12 @@ and `exchange` sends each share to its device by the `collectives` of jax. `diff
 writes the sorted examples as an index.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.sort.difficulty import write_difficulty_index
-    from jaxbucket.sort.sorting import SortedKeys, SortedShare, sample_sort
+with _lazy_names(globals()):
+    from jaxbucket.sort.difficulty import (
+        write_difficulty_index as write_difficulty_index,
+    )
+    from jaxbucket.sort.sorting import SortedKeys as SortedKeys
+    from jaxbucket.sort.sorting import SortedShare as SortedShare
+    from jaxbucket.sort.sorting import sample_sort as sample_sort

@@ -7,12 +7,14 @@ an iterator. `mixture` takes batches from several streams in turn. `loader_strea
 the examples of other data loaders. This package does not import jax.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.stream.dataset import sample_lengths, stream_batches
-    from jaxbucket.stream.drift import Drift, DriftWarning
-    from jaxbucket.stream.loader_stream import from_loader
-    from jaxbucket.stream.mixture import StreamMixture
-    from jaxbucket.stream.pending_examples import easy_first
-    from jaxbucket.stream.stream_end import StreamEnd
+with _lazy_names(globals()):
+    from jaxbucket.stream.dataset import sample_lengths as sample_lengths
+    from jaxbucket.stream.dataset import stream_batches as stream_batches
+    from jaxbucket.stream.drift import Drift as Drift
+    from jaxbucket.stream.drift import DriftWarning as DriftWarning
+    from jaxbucket.stream.loader_stream import from_loader as from_loader
+    from jaxbucket.stream.mixture import StreamMixture as StreamMixture
+    from jaxbucket.stream.pending_examples import easy_first as easy_first
+    from jaxbucket.stream.stream_end import StreamEnd as StreamEnd

@@ -11,12 +11,12 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import overload
 
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import RowShard, checked_shard
+from jaxbucket.base.batch import Batch, RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_accumulate, check_positive, check_seed
 from jaxbucket.base.digest import digest
@@ -290,7 +290,7 @@ def sample_lengths(
     return unnamed(by_name)
 
 
-class StreamDataset(grain.IterDataset[Any]):
+class StreamDataset(grain.IterDataset[Batch]):
     """The batches of a stream, created by `stream_batches`."""
 
     def __init__(self, run: StreamRun):

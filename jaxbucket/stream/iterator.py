@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import grain
 import numpy as np
@@ -40,7 +40,7 @@ class ServedStep(NamedTuple):
     taken: list[PooledExample]  # The examples of the step, without arrays.
 
 
-class StreamIterator(grain.DatasetIterator[Any]):
+class StreamIterator(grain.DatasetIterator[Batch]):
     """Iterates over the batches of a stream, or tuples of micro-batches."""
 
     def __init__(self, run: StreamRun, name: str):
@@ -91,7 +91,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
         """Whether the stream of this process has ended and all of it was served."""
         return self._reader.ended and not len(self._pool)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self._assert_not_closed()
         if self._failure is not None:
             # The examples of the failed step are in no row, so no step may follow it.
@@ -117,7 +117,7 @@ class StreamIterator(grain.DatasetIterator[Any]):
             # The run has ended, so this step was not started.
             self._served.pop()
             raise StopIteration
-        return batches if self._options.accumulate > 1 else batches[0]
+        return cast(Batch, batches if self._options.accumulate > 1 else batches[0])
 
     def _next(self) -> tuple[Batch, ...] | None:
         """Returns the micro-batches of the next step; None at the end."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import grain
 
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, is_same, later_change
@@ -30,7 +31,7 @@ _SAME: tuple[tuple[str, Callable[[StreamDataset], Any]], ...] = (
 _STATE_KEYS = {"step", "names", "weights", "streams"}
 
 
-class StreamMixture(grain.IterDataset[Any]):
+class StreamMixture(grain.IterDataset[Batch]):
     """Batches of several streams, in proportion to weights.
 
     Every step comes from one stream. After any number of steps, or of steps since the
@@ -166,7 +167,7 @@ class StreamMixture(grain.IterDataset[Any]):
         return {"names": list(self.streams), "weights": weights}
 
 
-class StreamMixtureIterator(grain.DatasetIterator[Any]):
+class StreamMixtureIterator(grain.DatasetIterator[Batch]):
     """Iterates over the batches of a `StreamMixture`.
 
     Attributes:
@@ -188,7 +189,7 @@ class StreamMixtureIterator(grain.DatasetIterator[Any]):
         """Name -> the numbers of examples of a stream that were read, dropped, ..."""
         return {name: iterator.counts for name, iterator in self.iterators.items()}
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         self._assert_not_closed()
         check_not_rejected(self._is_valid)
         name, _ = self._dataset.turn(self._step)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
-from jaxbucket.base.sizes import Sizes
+from jaxbucket.base.sizes import Size
 from jaxbucket.plan.flow.dominance import is_maximal
 
 
@@ -48,13 +48,11 @@ class StreamEnd:
         longest = np.flatnonzero(is_maximal(plan.seq_lens))
         self._longest = {plan.buckets[k].seq_len for k in longest}
         # Those of them whose examples would have had a step since the last real token.
-        self._empty: set[int | Sizes] = set()
+        self._empty: set[Size] = set()
         self._delay = check_integer("delay", delay)
         if self._delay < 0:
             raise ValueError(f"`delay={delay}` must not be negative.")
-        self._steps: collections.deque[tuple[set[int | Sizes], Any]] = (
-            collections.deque()
-        )
+        self._steps: collections.deque[tuple[set[Size], Any]] = collections.deque()
 
     def reached(self, bucket: Bucket | Sequence[Bucket], num_tokens: Any) -> bool:
         """Returns whether the streams had ended `delay` steps before this one.

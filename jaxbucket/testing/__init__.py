@@ -4,8 +4,8 @@
 results of a loss for a batch with its results for variants of that batch (`variants`).
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.testing.batches import check_batches
-    from jaxbucket.testing.loss import check_loss
+with _lazy_names(globals()):
+    from jaxbucket.testing.batches import check_batches as check_batches
+    from jaxbucket.testing.loss import check_loss as check_loss

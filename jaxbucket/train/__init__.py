@@ -10,19 +10,27 @@ position in the data, and `calibration` measures step times. `bucket_gradients` 
 how far batches of one bucket are from the data.
 """
 
-from etils import epy as _epy
+from jaxbucket.base.lazy import lazy_names as _lazy_names
 
-with _epy.lazy_api_imports(globals()):
-    from jaxbucket.train.bias_plot import plot_bias
-    from jaxbucket.train.bias_report import BucketBias
-    from jaxbucket.train.bucket_gradients import bucket_bias
-    from jaxbucket.train.calibration import Calibration, calibrate, calibration_shapes
-    from jaxbucket.train.checkpoint import Checkpoints, Restored
-    from jaxbucket.train.global_rows import gather_rows, row_numbers, sum_over_rows
-    from jaxbucket.train.loader import MeshLoader
-    from jaxbucket.train.loss import row_keys
-    from jaxbucket.train.prediction import make_predict_step, predict
-    from jaxbucket.train.prediction_files import write_predictions
-    from jaxbucket.train.predictions import Predictions
-    from jaxbucket.train.state import TrainState, create_state
-    from jaxbucket.train.step import make_eval_step, make_train_step
+with _lazy_names(globals()):
+    from jaxbucket.train.bias_plot import plot_bias as plot_bias
+    from jaxbucket.train.bias_report import BucketBias as BucketBias
+    from jaxbucket.train.bucket_gradients import bucket_bias as bucket_bias
+    from jaxbucket.train.calibration import Calibration as Calibration
+    from jaxbucket.train.calibration import calibrate as calibrate
+    from jaxbucket.train.calibration import calibration_shapes as calibration_shapes
+    from jaxbucket.train.checkpoint import Checkpoints as Checkpoints
+    from jaxbucket.train.checkpoint import Restored as Restored
+    from jaxbucket.train.global_rows import gather_rows as gather_rows
+    from jaxbucket.train.global_rows import row_numbers as row_numbers
+    from jaxbucket.train.global_rows import sum_over_rows as sum_over_rows
+    from jaxbucket.train.loader import MeshLoader as MeshLoader
+    from jaxbucket.train.loss import row_keys as row_keys
+    from jaxbucket.train.prediction import make_predict_step as make_predict_step
+    from jaxbucket.train.prediction import predict as predict
+    from jaxbucket.train.prediction_files import write_predictions as write_predictions
+    from jaxbucket.train.predictions import Predictions as Predictions
+    from jaxbucket.train.state import TrainState as TrainState
+    from jaxbucket.train.state import create_state as create_state
+    from jaxbucket.train.step import make_eval_step as make_eval_step
+    from jaxbucket.train.step import make_train_step as make_train_step

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -37,6 +37,7 @@ from jaxbucket.train.checkpoint_state import (
     warn_of_new_constants,
 )
 
+_State = TypeVar("_State")
 # The operating system releases the lock when its process ends, even if it is killed.
 _LOCK = ".lock"
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"
@@ -46,7 +47,7 @@ _TOKEN = ".seen-by-all"
 _SECONDS_TO_SEE = 5.0
 
 
-class Restored(NamedTuple):
+class Restored(NamedTuple, Generic[_State]):
     """The result of `Checkpoints.restore`.
 
     Attributes:
@@ -55,7 +56,7 @@ class Restored(NamedTuple):
       extra: the extra values that were saved with the state.
     """
 
-    state: Any
+    state: _State
     position: DataPosition
     extra: dict[str, Any]
 
@@ -280,7 +281,7 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, state: Any) -> Restored:
+    def restore(self, state: _State) -> Restored[_State]:
         """Reads the newest checkpoint.
 
         Args:

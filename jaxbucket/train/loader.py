@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -38,8 +37,8 @@ class MeshLoader:
 
     This class combines `batch_dataset` for the rows of this process, `load_in_workers`
     and `prefetch_to_mesh`. Every iteration starts at `start_step`. If the schedule
-    accumulates, it yields tuples of batches. All processes of the mesh must create a
-    loader with the same arguments.
+    accumulates, it yields tuples of batches, which type checkers do not know. All
+    processes of the mesh must create a loader with the same arguments.
 
     Example:
       >>> import jax, jaxbucket as jb
@@ -146,7 +145,7 @@ class MeshLoader:
         """The number of steps from `start_step` to the end of the run."""
         return len(self.dataset)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return prefetch_to_mesh(
             self._load(self.dataset),
             self.mesh,

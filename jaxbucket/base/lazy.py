@@ -1,0 +1,46 @@
+"""Names that are imported on first use, and the extra that some of them need."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epy
+
+# The libraries that only `jaxbucket[train]` installs.
+_TRAIN = {"absl", "flax", "grain", "jax", "jaxlib", "optax", "orbax"}
+
+
+@contextlib.contextmanager
+def lazy_names(globals_: dict[str, Any]) -> Iterator[None]:
+    """Imports the names of a package on first use.
+
+    Args:
+      globals_: the `globals()` of the package, which the block imports into.
+    """
+    with epy.lazy_api_imports(globals_):
+        yield
+    import_name = globals_["__getattr__"]
+    # Decorated, it names the extra that is missing.
+    globals_["__getattr__"] = naming_the_extra()(import_name)
+
+
+@contextlib.contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Adds to the error of a missing library how to install it.
+
+    Raises:
+      ModuleNotFoundError: if the block imports a library of `jaxbucket[train]` that is
+        not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in _TRAIN:
+            raise
+        # Without a `name`, so that no other block adds the same again.
+        raise ModuleNotFoundError(
+            f"{error}. Planning does not need it, but this part of jaxbucket does: pip "
+            "install 'jaxbucket[train]'."
+        ) from error
