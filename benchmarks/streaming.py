@@ -126,6 +126,7 @@ def planned(lengths: np.ndarray) -> jb.BucketPlan:
         max_tokens=_BUDGET,
         num_buckets=_BUCKETS,
         batch_size_multiple=_HOSTS,
+        sample=True,
     )
 
 

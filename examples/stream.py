@@ -76,6 +76,7 @@ def passage_batches(
         seq_len_multiple=32,
         max_seq_len=args.max_len,
         overlong="truncate",
+        sample=True,
     )
     if args.pack:
         longest = plan.buckets[-1]

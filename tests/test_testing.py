@@ -217,7 +217,7 @@ def an_identity_of_floats(batches, host, start):
         (fewer_steps_on_one_host, r"Lockstep: hosts have \[(\d+), \d+\] steps"),
         (
             fewer_steps_on_one_host,
-            r"Exactly once: 12 examples \(.* and 7 more\) are in no row",
+            r"Exactly once: 10 examples \(.* and 5 more\) are in no row",
         ),
         (
             different_order_on_one_host,

@@ -98,6 +98,12 @@ _OPTIONS = [
         help="Micro-batches per step, all of the same bucket.",
     ),
     click.option(
+        "--sample",
+        is_flag=True,
+        help="The lengths are a sample of more examples, such as of a stream: make "
+        "every B as large as possible, even if the sample does not fill it.",
+    ),
+    click.option(
         "--overlong",
         type=PerColumn(click.Choice(OVERLONG)),
         default="error",

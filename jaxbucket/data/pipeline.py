@@ -56,7 +56,7 @@ def batch_dataset(
       >>> plan = plan_buckets(lengths, max_tokens=8, num_buckets=2)
       >>> dataset = batch_dataset(source, BatchSchedule(plan, lengths))
       >>> sorted(batch.bucket for batch in dataset)
-      [Bucket(batch_size=2, seq_len=3), Bucket(batch_size=2, seq_len=4)]
+      [Bucket(batch_size=2, seq_len=2), Bucket(batch_size=2, seq_len=4)]
 
     Args:
       source: random-access source of the examples whose lengths were measured. For a

@@ -45,6 +45,7 @@ def plan_packing(
     seq_len_multiple: int | Mapping[str, int] = 1,
     overlong: Overlong | Mapping[str, Overlong] = "error",
     max_ratio: MaxRatio | None = None,
+    sample: bool = False,
 ) -> PackedPlan:
     """Plans buckets for padded or packed rows, whichever makes an epoch cheaper.
 
@@ -114,6 +115,7 @@ def plan_packing(
         `plan_buckets`. The plan has this policy, and the report counts them.
       max_ratio: the largest ratio between the lengths of two sequences, as for
         `plan_buckets`.
+      sample: whether `lengths` are a sample of more examples, as for `plan_buckets`.
 
     Returns:
       A `PackedPlan`. Its `packing` is None if rows are padded.
@@ -140,6 +142,7 @@ def plan_packing(
         "batch_size_multiple": batch_size_multiple,
         "seq_len_multiple": seq_len_multiple,
         "cost_fn": cost_fn,
+        "sample": sample,
     }
     if isinstance(lengths, Mapping):
         policies["max_ratio"] = max_ratio

@@ -70,6 +70,7 @@ def _candidates(
             lambda shape, rows: limits.costs(rows, seq_lens[shape]),
             ends,
             *(limits.batch_size_multiple, limits.min_batch_size, limits.accumulate),
+            sample=limits.sample,
             is_linear=limits.cost_fn is None,
         ),
         complete=False,

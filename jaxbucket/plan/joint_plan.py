@@ -136,6 +136,7 @@ def best_shapes(
         accumulate=limits.accumulate,
         batch_size_multiple=limits.batch_size_multiple,
         min_batch_size=limits.min_batch_size,
+        sample=limits.sample,
     ).seq_lens
 
 

@@ -61,6 +61,8 @@ class Limits:
         by `split_source`).
       cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
       accumulate: the number of micro-batches per step, all of the same bucket.
+      sample: whether the lengths are a sample of more examples, such as of a stream.
+        Then every B is the largest within the limits, even if the sample fills none.
 
     Raises:
       ValueError: if a value is out of range, `max_seq_len` is not a multiple of
@@ -76,6 +78,7 @@ class Limits:
     overlong: Overlong = "error"
     cost_fn: CostFn | None = None
     accumulate: int = 1
+    sample: bool = False
 
     def __post_init__(self):
         check_choice("overlong", self.overlong, OVERLONG)
@@ -165,6 +168,7 @@ class Limits:
             lambda shape, rows: self.costs(rows, seq_lens[shape]),
             examples,
             *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
+            sample=self.sample,
             is_linear=isinstance(self.cost_fn, TokenCost | FlopCost | None),
         )
 

@@ -58,15 +58,17 @@ def plan_buckets(
     max_ratio: MaxRatio | None = None,
     cost_fn: CostFn | SequenceCostFn | None = None,
     accumulate: int = 1,
+    sample: bool = False,
     compile_seconds: float | None = None,
     num_epochs: float = 1,
 ) -> BucketPlan:
     """Returns a plan of at most `num_buckets` shapes (B, T) for the given lengths.
 
-    Every T is a multiple of `seq_len_multiple`, and B is the largest multiple of
-    `batch_size_multiple` with B * T <= `max_tokens`. Choose both multiples once for
-    all machines: they are never read from the hardware, so that a plan does not
-    depend on the machine that computes it.
+    Every T is a multiple of `seq_len_multiple`, every B one of `batch_size_multiple`,
+    and B * T is at most `max_tokens`. A bucket has as few batches as the largest such B
+    needs for its examples, and the smallest B for these. Choose both multiples once for
+    all machines: they are never read from the hardware, so that a plan does not depend
+    on the machine that computes it.
 
     Example:
       >>> import numpy as np
@@ -129,6 +131,8 @@ def plan_buckets(
         epoch is the sum over its steps.
       accumulate: the number of micro-batches per step, if `BatchSchedule` takes them
         from the same bucket.
+      sample: whether `lengths` are a sample of more examples, such as of a stream. Then
+        every B is the largest within the limits, even if the sample does not fill it.
       compile_seconds: the time to compile one shape, for `num_buckets="auto"`.
       num_epochs: the number of epochs that use the shapes, for `num_buckets="auto"`.
 
@@ -148,6 +152,7 @@ def plan_buckets(
         "overlong": overlong,
         "cost_fn": cost_fn,
         "accumulate": accumulate,
+        "sample": sample,
     }
     if isinstance(lengths, Mapping):
         sequences = SequenceLimits(

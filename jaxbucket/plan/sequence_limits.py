@@ -70,6 +70,8 @@ class SequenceLimits:
         examples are left out. None for no limit.
       cost_fn: `(batch_size, seq_lens)` -> the cost of a step; None counts tokens.
       accumulate: the number of micro-batches per step, all of the same bucket.
+      sample: whether the lengths are a sample of more examples, such as of a stream.
+        Then every B is the largest within the limits, even if the sample fills none.
 
     Raises:
       ValueError: if a value is out of range, the names of a mapping are not those of
@@ -87,6 +89,7 @@ class SequenceLimits:
     max_ratio: MaxRatio | None = None
     cost_fn: SequenceCostFn | None = None
     accumulate: int = 1
+    sample: bool = False
 
     def __post_init__(self):
         names = self.sequences
@@ -290,6 +293,7 @@ class SequenceLimits:
             lambda shape, rows: self.costs(rows, seq_lens[shape]),
             np.full_like(batch_sizes, examples),
             *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
+            sample=self.sample,
             is_linear=self.cost_fn is None,
         )
 

@@ -157,7 +157,7 @@ class Schedule(abc.ABC):
         Example:
           >>> from jaxbucket import BatchSchedule, batch_dataset, plan_buckets
           >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]
-          >>> plan = plan_buckets([4], max_tokens=8, boundaries=[4])
+          >>> plan = plan_buckets([4], max_tokens=8, sample=True)
           >>> before = BatchSchedule(plan, [1, 2], seed=0)
           >>> position = batch_dataset(source[:2], before).position(7)
           >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)

@@ -342,7 +342,7 @@ class BatchSchedule(Schedule):
           >>> from jaxbucket.packing import pack
           >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
           >>> packing = pack(lengths, 128)
-          >>> plan = plan_buckets([128], max_tokens=32 * 128)
+          >>> plan = plan_buckets([128], max_tokens=32 * 128, sample=True)
           >>> schedule = BatchSchedule(plan, lengths, packing=packing)
           >>> print(f"{schedule.imbalance(num_devices=8):.2f}")
           1.05
@@ -363,22 +363,23 @@ class BatchSchedule(Schedule):
     def device_work(self, step: int, num_devices: int) -> np.ndarray:
         """Returns the work of each device at a step, `[num_devices]` int64.
 
-        It is counted as in `imbalance`, and added up over the micro-batches. Log it
-        with the metrics of the step.
+          It is counted as in `imbalance`, and added up over the micro-batches. Log it
+          with the metrics of the step.
 
-        Example:
-          >>> from jaxbucket import plan_buckets
-          >>> schedule = BatchSchedule(plan_buckets([8], max_tokens=16), [8, 3])
-          >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
-          [9, 64]
+          Example:
+            >>> from jaxbucket import plan_buckets
+            >>> plan = plan_buckets([8], max_tokens=16, sample=True)
+        >>> schedule = BatchSchedule(plan, [8, 3])
+            >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
+            [9, 64]
 
-        Args:
-          step: the step, counted over all epochs.
-          num_devices: the number of devices that share the rows of a batch, in order.
+          Args:
+            step: the step, counted over all epochs.
+            num_devices: the number of devices that share the rows of a batch, in order.
 
-        Raises:
-          IndexError: if `step` is negative or before `first_step`.
-          ValueError: if `num_devices` does not divide the batch size of every bucket.
+          Raises:
+            IndexError: if `step` is negative or before `first_step`.
+            ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
         check_num_devices(self.plan, num_devices)
         work = [work_of(x, self._work) for x in self.micro_batches(step)]

@@ -253,7 +253,7 @@ class Mixture(Schedule):
         Example:
           >>> from jaxbucket import plan_buckets
           >>> long = BatchSchedule(plan_buckets([8], max_tokens=8), [8] * 4)
-          >>> short = BatchSchedule(plan_buckets([2], max_tokens=8), [2] * 8)
+          >>> short = BatchSchedule(plan_buckets([2] * 8, max_tokens=8), [2] * 8)
           >>> mixture = Mixture({"long": long, "short": short}, {"long": 3, "short": 1})
           >>> [(x.steps, x.examples) for x in mixture.report(num_steps=8).components]
           [(6, 6.0), (2, 8.0)]

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import overload
 
@@ -82,7 +83,7 @@ def stream_batches(
       >>> source = [{"tokens": [7] * n} for n in (3, 1, 4, 2)]
       >>> dataset = grain.MapDataset.source(source).to_iter_dataset()
       >>> lengths = jb.stream.sample_lengths(dataset, 100)
-      >>> plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2)
+      >>> plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2, sample=True)
       >>> batches = stream_batches(dataset, plan, pool_size=4)
       >>> [batch.bucket for batch in batches]
       [Bucket(batch_size=2, seq_len=3), Bucket(batch_size=2, seq_len=4)]
@@ -155,6 +156,8 @@ def stream_batches(
     """
     check_stream(dataset)
     plans = checked_plans(plan)
+    for each in plans.values():
+        _warn_of_small_batches(each)
     pool_size = check_positive("pool_size", pool_size)
     if max_wait is None:
         max_wait = _POOLS_TO_WAIT * pool_size
@@ -182,6 +185,18 @@ def stream_batches(
     if processes is not None and processes.count == 1 and options.is_single_process:
         processes = None
     return StreamDataset(StreamRun(dataset, phases, options, like, on_drift, processes))
+
+
+def _warn_of_small_batches(plan: BucketPlan) -> None:
+    """Warns of a plan whose B are those of few lengths, such as of a sample."""
+    largest = max(bucket.num_tokens for bucket in plan.buckets)
+    if isinstance(plan.max_tokens, int) and 2 * largest <= plan.max_tokens:
+        warnings.warn(
+            f"The batches of `plan` have up to {largest} of `max_tokens="
+            f"{plan.max_tokens}` positions. If its lengths are a sample of the stream, "
+            "plan with `sample=True`.",
+            stacklevel=3,
+        )
 
 
 def _check_processes(

@@ -237,6 +237,7 @@ class DriftMonitor:
             seq_len_multiple=plan.seq_len_multiple,
             max_seq_len=plan.max_seq_lens if plan.sequences else plan.max_seq_len,
             overlong=plan.overlong,
+            sample=True,
         )
         # Set last, because the added shapes may exceed the ratio.
         return dataclasses.replace(best, max_ratio=plan.max_ratio)
@@ -257,6 +258,7 @@ class DriftMonitor:
             max_segments_per_row=max_segments,
             batch_size_multiple=plan.batch_size_multiple,
             seq_len_multiple=total(plan.seq_len_multiple),
+            sample=True,
         ).plan
         max_batch_size = self._max_batch_size
         max_batch_size -= max_batch_size % plan.batch_size_multiple

@@ -78,7 +78,7 @@ class Checkpoints:
     Example:
       >>> import tempfile, jaxbucket as jb
       >>> source = [{"x": [1, 2]}, {"x": [3]}]
-      >>> plan = jb.plan_buckets([2, 1], max_tokens=4)
+      >>> plan = jb.plan_buckets([2, 1], max_tokens=4, num_buckets=1)
       >>> mesh = jb.data_mesh(jax.devices()[:1])
       >>> batches = jb.MeshLoader(source, jb.BatchSchedule(plan, [2, 1]), mesh)
       >>> with Checkpoints(tempfile.mkdtemp()) as checkpoints:

@@ -48,7 +48,7 @@ class MeshLoader:
       >>> mesh = jb.data_mesh(jax.devices()[:1])
       >>> batches = MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh)
       >>> sorted(batch.bucket for batch in batches)
-      [Bucket(batch_size=2, seq_len=3), Bucket(batch_size=2, seq_len=4)]
+      [Bucket(batch_size=2, seq_len=2), Bucket(batch_size=2, seq_len=4)]
       >>> resumed = batches.resume(batches.position(1))
       >>> len(batches), len(resumed), resumed.start_step
       (2, 1, 1)

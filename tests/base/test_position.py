@@ -22,7 +22,9 @@ def dataset(
     **options,
 ):
     lengths = [len(example["x"]) for example in source]
-    plan = plan_buckets(lengths, max_tokens=max_tokens, num_buckets=2, **options)
+    plan = plan_buckets(
+        lengths, sample=True, max_tokens=max_tokens, num_buckets=2, **options
+    )
     schedule = BatchSchedule(plan, lengths, seed=seed, order=order)
     if position is not None:
         schedule = schedule.continue_with(position)

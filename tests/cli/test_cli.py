@@ -30,7 +30,7 @@ from jaxbucket.plan import (
     compare_plans,
     plan_curve,
 )
-from jaxbucket.plan.planner import RULES
+from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import BucketReport
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000).astype(np.int32)
@@ -444,7 +444,7 @@ def test_compare_has_the_numbers_of_compare_plans(files):
     limits = Limits(max_tokens=4096, cost_fn=TokenCost(1e5))
     custom_plans = {
         "mine.json": PLAN,
-        "given boundaries": limits.plan([100, 499]),
+        "given boundaries": plan_within(LENGTHS, limits, 1, [100, 499]),
         "given shapes": BucketPlan.from_shapes([(8, 499)], max_tokens=4096),
     }
     expected = compare_plans(LENGTHS, limits, num_buckets=4, others=custom_plans)

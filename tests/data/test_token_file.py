@@ -184,7 +184,7 @@ def test_a_single_sequence_may_be_a_string_and_repeated_names_are_refused(tmp_pa
     assert measure_lengths(file, sequences="tokens").tolist() == [3, 2, 4]
     assert len(split_source(file, 2, sequences="tokens")) == 5
     schedule = BatchSchedule(plan_buckets(file.lengths, max_tokens=12), file.lengths)
-    assert len(batch_dataset(file, schedule, sequences="tokens")) == 1
+    assert len(batch_dataset(file, schedule, sequences="tokens")) == 3
     message = r"`sequences=\['tokens', 'tokens'\]` repeats a feature"
     for source in (file, examples):
         with pytest.raises(ValueError, match=message):

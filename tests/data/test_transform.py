@@ -323,7 +323,7 @@ def test_a_continued_run_draws_new_numbers():
 
 def test_empty_rows_have_the_features_of_the_transform():
     source = make_source(np.array([3, 5, 2]))
-    plan = jb.plan_buckets([5], max_tokens=40)
+    plan = jb.plan_buckets([5], sample=True, max_tokens=40)
     schedule = jb.BatchSchedule(plan, [3, 5, 2])
     dataset = jb.batch_dataset(source, schedule, transform=noisy, sequences=SEQUENCES)
     batch = dataset[0]
@@ -368,7 +368,7 @@ def test_a_transform_receives_whole_bytes_and_copied_objects(read):
         seen.append((example["pcm"].item(), example["parts"].tolist()))
         return {"tokens": example["tokens"]}
 
-    plan = jb.plan_buckets([3], max_tokens=6)
+    plan = jb.plan_buckets([3], sample=True, max_tokens=6)
     if read == "by index":
         jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 3]), transform=decode)[0]
     else:
@@ -381,7 +381,7 @@ def test_a_transform_receives_whole_bytes_and_copied_objects(read):
 
 def test_objects_that_cannot_be_copied_are_named():
     source = [{"tokens": np.ones(2, np.int32), "lock": threading.Lock()}]
-    plan = jb.plan_buckets([2], max_tokens=2)
+    plan = jb.plan_buckets([2], sample=True, max_tokens=2)
     dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2]), transform=noisy)
     message = r"`source\[0\]`.*'lock' holds an object that cannot be copied: TypeError"
     with pytest.raises(ValueError, match=message):
@@ -422,7 +422,7 @@ class RandomMap(grain.transforms.RandomMap):
 )
 def test_a_transform_that_fails_is_named_with_its_example(transform, message):
     source = make_source(np.array([3, 3]))
-    plan = jb.plan_buckets([3], max_tokens=3)
+    plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3, 3], order="source")
     dataset = jb.batch_dataset(source, schedule, transform=transform)
     with pytest.raises(ValueError, match=rf"`source\[0\]`.*{message}|{message}"):
@@ -447,7 +447,9 @@ def test_features_that_vary_between_examples_are_refused():
         return example | ({"extra": np.int32(1)} if rng.random() < 0.5 else {})
 
     source = make_source(np.full(20, 3))
-    schedule = jb.BatchSchedule(jb.plan_buckets([3], max_tokens=60), [3] * 20)
+    schedule = jb.BatchSchedule(
+        jb.plan_buckets([3], sample=True, max_tokens=60), [3] * 20
+    )
     with pytest.raises(ValueError, match=r"`source\[.*features .* but others have"):
         jb.batch_dataset(source, schedule, transform=vary_features)[0]
 
@@ -455,7 +457,7 @@ def test_features_that_vary_between_examples_are_refused():
 def test_a_changed_example_is_distinguished_from_a_faulty_transform():
     source = make_source(np.array([4, 3]))
     schedule = jb.BatchSchedule(
-        jb.plan_buckets([3], max_tokens=3), [3, 3], order="source"
+        jb.plan_buckets([3], sample=True, max_tokens=3), [3, 3], order="source"
     )
     dataset = jb.batch_dataset(source, schedule, transform=noisy, sequences=["tokens"])
     message = r"`source\[0\]`, before `transform`, has length 4, but `lengths\[0\]=3`"
@@ -465,7 +467,7 @@ def test_a_changed_example_is_distinguished_from_a_faulty_transform():
 
 def test_a_transform_that_is_not_callable_is_refused():
     source = make_source(np.array([3]))
-    plan = jb.plan_buckets([3], max_tokens=3)
+    plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3])
     stream = grain.MapDataset.source(source).to_iter_dataset()
     for transform, message in (
@@ -625,7 +627,7 @@ def test_a_sample_has_the_transformed_lengths_of_the_stream():
     options = {"transform": passage, "seed": 4, "sequences": ["tokens"]}
     sample = jb.stream.sample_lengths(stream, 100, **options)
     assert len(sample) == 60 and not np.array_equal(sample, lengths)
-    plan = jb.plan_buckets(sample, max_tokens=60, num_buckets=2)
+    plan = jb.plan_buckets(sample, sample=True, max_tokens=60, num_buckets=2)
     dataset = jb.stream_batches(stream, plan, pool_size=40, **options)
     streamed = [n for batch in dataset for n in batch.mask.sum(axis=1) if n]
     assert sorted(streamed) == sorted(sample)

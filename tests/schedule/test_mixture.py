@@ -33,7 +33,11 @@ def components(**options) -> list[BatchSchedule]:
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 10 * k + 30, size) for k, size in enumerate(SIZES)]
     plan = plan_buckets(
-        np.concatenate(lengths), max_tokens=400, num_buckets=3, batch_size_multiple=2
+        np.concatenate(lengths),
+        sample=True,
+        max_tokens=400,
+        num_buckets=3,
+        batch_size_multiple=2,
     )
     return [
         BatchSchedule(plan, component_lengths, seed=seed, **options)
@@ -311,7 +315,7 @@ def test_sources_by_name_have_the_batches_of_concatenated_ones(num_hosts):
 
 
 def test_components_with_names_have_options_of_their_own():
-    plan = plan_buckets([4], max_tokens=8)
+    plan = plan_buckets([4], sample=True, max_tokens=8)
     schedules = {x: BatchSchedule(plan, [4, 3]) for x in ("text", "audio")}
     mixture = Mixture(schedules, {"text": 1, "audio": 1})
     sources = {

@@ -94,6 +94,7 @@ def make_case(seed: int, size: int | None = None, multiple: int = 1, longest: in
     lengths = np.minimum(1 + rng.geometric(3 / longest, size), longest)
     plan = jb.plan_buckets(
         np.append(lengths, longest),
+        sample=True,
         max_tokens=longest * multiple * int(rng.integers(2, 7)),
         num_buckets=int(rng.integers(1, 6)),
         batch_size_multiple=multiple,
@@ -305,7 +306,12 @@ def test_pending_examples_do_not_keep_larger_arrays_in_memory():
 def test_overlong_examples_are_counted(overlong, pack):
     lengths = np.random.default_rng(2).integers(1, 60, 300)
     plan = jb.plan_buckets(
-        lengths, max_tokens=160, num_buckets=3, max_seq_len=20, overlong=overlong
+        lengths,
+        sample=True,
+        max_tokens=160,
+        num_buckets=3,
+        max_seq_len=20,
+        overlong=overlong,
     )
     iterator = iter(
         jb.stream_batches(
@@ -335,7 +341,7 @@ def test_overlong_examples_are_counted(overlong, pack):
 
 
 def test_an_overlong_example_is_rejected_with_its_index():
-    plan = jb.plan_buckets([4], max_tokens=16)
+    plan = jb.plan_buckets([4], sample=True, max_tokens=16)
     dataset = jb.stream_batches(stream(np.array([3, 4, 9])), plan, pool_size=4)
     message = "Example 2 of epoch 0 of the stream: length 9 is beyond the last bucket, "
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -395,7 +401,12 @@ PAIRS = [
 def test_resuming_at_every_step_yields_the_remaining_batches(overlong, options):
     lengths, _, _ = make_case(11, size=60)
     plan = jb.plan_buckets(
-        lengths, max_tokens=150, num_buckets=3, max_seq_len=30, overlong=overlong
+        lengths,
+        sample=True,
+        max_tokens=150,
+        num_buckets=3,
+        max_seq_len=30,
+        overlong=overlong,
     )
     dataset = jb.stream_batches(
         stream(lengths),
@@ -969,7 +980,7 @@ def test_hosts_that_resume_at_different_steps_are_rejected():
 def test_a_plan_adopted_inside_a_round_starts_a_new_round(start, pool):
     lengths = np.random.default_rng(5).integers(1, 33, 200)
     plan = jb.plan_buckets(
-        lengths, max_tokens=256, num_buckets=3, batch_size_multiple=2
+        lengths, sample=True, max_tokens=256, num_buckets=3, batch_size_multiple=2
     )
     for other in ([(8, 17), (4, 32)], [(8, 32)], [(20, 5), (8, 11), (6, 20), (4, 32)]):
         plans = {0: plan, 14: jb.BucketPlan.from_shapes(other)}
@@ -1150,7 +1161,7 @@ def main():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 40, 300)
     plan = jb.plan_buckets(
-        lengths, max_tokens=320, num_buckets=3, batch_size_multiple=2
+        lengths, sample=True, max_tokens=320, num_buckets=3, batch_size_multiple=2
     )
     part = jb.stream_batches(
         stream(lengths), plan, pool_size=64, lengths=lengths, num_steps=40,
@@ -1360,7 +1371,9 @@ def test_a_drift_is_reported_once_with_figures_and_a_plan(small_window):
     rng = np.random.default_rng(0)
     sample = rng.integers(1, 9, 2000)
     lengths = np.concatenate([rng.integers(1, 9, 2500), rng.integers(17, 24, 7500)])
-    plan = jb.plan_buckets(np.append(sample, 32), max_tokens=2048, num_buckets=3)
+    plan = jb.plan_buckets(
+        np.append(sample, 32), sample=True, max_tokens=2048, num_buckets=3
+    )
     drifts: list[jb.stream.Drift] = []
     read_all(lengths, plan, lengths=sample, on_drift=drifts.append)
     (drift,) = drifts
@@ -1377,7 +1390,7 @@ def test_a_drift_is_reported_once_with_figures_and_a_plan(small_window):
 def test_lengths_as_planned_do_not_warn(small_window):
     rng = np.random.default_rng(1)
     sample, lengths = rng.integers(1, 33, 2000), rng.integers(1, 33, 6000)
-    plan = jb.plan_buckets(sample, max_tokens=2048, num_buckets=4)
+    plan = jb.plan_buckets(sample, sample=True, max_tokens=2048, num_buckets=4)
     read_all(lengths, plan, lengths=sample)
 
 
@@ -1386,7 +1399,7 @@ def test_a_sequence_for_other_lengths_is_reported_as_drift(small_window):
     sample = np.where(rng.random(4000) < 0.5, 4, 32)
     lengths = np.full(10_000, 32)
     plan = jb.plan_buckets(
-        sample, max_tokens=1024, num_buckets=2, batch_size_multiple=2
+        sample, sample=True, max_tokens=1024, num_buckets=2, batch_size_multiple=2
     )
     drifts: list[jb.stream.Drift] = []
     iterator = iter(
@@ -1483,13 +1496,13 @@ class CountingDataset(grain.IterDataset):
 
 
 def test_a_custom_iterator_may_end_inside_a_method():
-    plan = jb.plan_buckets([4], max_tokens=16)
+    plan = jb.plan_buckets([4], sample=True, max_tokens=16)
     batches = list(jb.stream_batches(CountingDataset(), plan, pool_size=4))
     assert sum(batch.num_examples for batch in batches) == 20
 
 
 def test_an_example_without_a_length_is_rejected_with_its_index():
-    plan = jb.plan_buckets([4], max_tokens=16)
+    plan = jb.plan_buckets([4], sample=True, max_tokens=16)
     examples = [{"x": [1]}, {"x": [2, 3]}, {"y": 3}]
     source = grain.MapDataset.source(examples).to_iter_dataset()
     for options, message in [
@@ -1511,7 +1524,7 @@ def test_an_example_without_a_length_is_rejected_with_its_index():
 
 @pytest.mark.parametrize("epochs", [1, 3, None])
 def test_a_function_that_returns_none_does_not_end_the_stream(epochs):
-    plan = jb.plan_buckets([4], max_tokens=16)
+    plan = jb.plan_buckets([4], sample=True, max_tokens=16)
     source = stream(np.array([3, 4, 2, 1])).map(lambda x: x if x["index"] < 2 else None)
     dataset = jb.stream_batches(source, plan, pool_size=4, num_epochs=epochs)
     with pytest.raises(ValueError, match="Example 2 of epoch 0 .* is a NoneType, not"):
@@ -1519,7 +1532,7 @@ def test_a_function_that_returns_none_does_not_end_the_stream(epochs):
 
 
 def test_an_example_of_a_different_dtype_is_rejected_with_its_index():
-    plan = jb.plan_buckets([4], max_tokens=16)
+    plan = jb.plan_buckets([4], sample=True, max_tokens=16)
     examples = [{"x": np.zeros(n, np.int32)} for n in (1, 2, 3)]
     examples[2] = {"x": np.zeros(3, np.int64)}
     source = grain.MapDataset.source(examples).to_iter_dataset()
@@ -1530,7 +1543,7 @@ def test_an_example_of_a_different_dtype_is_rejected_with_its_index():
 
 
 def test_an_empty_stream_is_rejected():
-    plan = jb.plan_buckets([4], max_tokens=16)
+    plan = jb.plan_buckets([4], sample=True, max_tokens=16)
     empty = stream(np.zeros(0, int))
     for epochs in (1, None):
         dataset = jb.stream_batches(empty, plan, pool_size=4, num_epochs=epochs)
@@ -1547,7 +1560,9 @@ def test_an_empty_stream_is_rejected():
     dataset = jb.stream_batches(later, plan, pool_size=4, num_epochs=None)
     with pytest.raises(ValueError, match="Epoch 1 of the stream has no example"):
         list(dataset)
-    none_kept = jb.plan_buckets([4, 9], max_tokens=16, max_seq_len=4, overlong="drop")
+    none_kept = jb.plan_buckets(
+        [4, 9], sample=True, max_tokens=16, max_seq_len=4, overlong="drop"
+    )
     dataset = jb.stream_batches(
         stream(np.array([9, 9])), none_kept, pool_size=4, num_epochs=None
     )
@@ -2234,7 +2249,7 @@ def test_the_plan_of_a_drift_can_be_adopted(small_window):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(200, 513, 500), rng.integers(1, 41, 4000)])
     plan = jb.plan_buckets(
-        lengths[:500], max_tokens=8192, num_buckets=3, max_seq_len=512
+        lengths[:500], sample=True, max_tokens=8192, num_buckets=3, max_seq_len=512
     )
     drifts: list[jb.stream.Drift] = []
     options = {"pool_size": 60, "on_drift": drifts.append}

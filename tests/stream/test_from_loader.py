@@ -219,7 +219,7 @@ def test_an_iterator_continues_at_its_state(name, tmp_path):
 def test_batches_have_every_example_once(name, num_processes, tmp_path):
     seen, lengths = [], np.array(LENGTHS)
     plan = jb.plan_buckets(
-        lengths, max_tokens=160, num_buckets=2, batch_size_multiple=4
+        lengths, sample=True, max_tokens=160, num_buckets=2, batch_size_multiple=4
     )
     for part in range(num_processes):
         loader, options, _ = make_loader(name, tmp_path)
@@ -255,7 +255,7 @@ IN_PROCESSES = """
         shard = jb.sharding.local_rows(mesh)
         lengths = np.array(loaders.LENGTHS)
         plan = jb.plan_buckets(
-            lengths, max_tokens=160, num_buckets=2, batch_size_multiple=4
+            lengths, sample=True, max_tokens=160, num_buckets=2, batch_size_multiple=4
         )
         folder = pathlib.Path(sys.argv[0]).parent / f"data{processes.index}"
         folder.mkdir()
@@ -314,7 +314,9 @@ def test_two_processes_have_every_example_once_and_resume(launch):
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_batches_resume_at_any_step(name, tmp_path):
-    plan = jb.plan_buckets(np.array(LENGTHS), max_tokens=160, num_buckets=2)
+    plan = jb.plan_buckets(
+        np.array(LENGTHS), sample=True, max_tokens=160, num_buckets=2
+    )
 
     def batches_of(folder):
         loader, options, _ = make_loader(name, folder)
@@ -336,7 +338,9 @@ def test_batches_resume_at_any_step(name, tmp_path):
     ("num_workers", "with_generator"), [(0, False), (0, True), (2, False), (2, True)]
 )
 def test_a_shuffled_loader_resumes_in_its_order(num_workers, with_generator):
-    plan = jb.plan_buckets(np.array(LENGTHS), max_tokens=160, num_buckets=2)
+    plan = jb.plan_buckets(
+        np.array(LENGTHS), sample=True, max_tokens=160, num_buckets=2
+    )
 
     def batches_of(seed):
         loader = shuffled_torch(seed, num_workers, with_generator)
@@ -502,7 +506,9 @@ def test_sampled_examples_are_read_again(name, is_new, resume, tmp_path):
     first = examples()
     sample = jb.stream.sample_lengths(first, 10, sequences=["tokens"])
     assert sample.tolist() == [*LENGTHS[:10]]
-    plan = jb.plan_buckets(LENGTHS, max_tokens=8 * max(LENGTHS), num_buckets=2)
+    plan = jb.plan_buckets(
+        LENGTHS, sample=True, max_tokens=8 * max(LENGTHS), num_buckets=2
+    )
     stream = examples() if is_new else first
     dataset = jb.stream_batches(stream, plan, **STREAM)
     assert dataset.example["index"] == 0

@@ -37,7 +37,8 @@ import numpy as np
 import jaxbucket as jb
 
 lengths = np.random.default_rng(0).integers(1, 33, sum(COUNTS))
-plan = jb.plan_buckets(lengths, max_tokens=256, num_buckets=3, batch_size_multiple=4)
+limits = {"max_tokens": 256, "batch_size_multiple": 4}
+plan = jb.plan_buckets(lengths, sample=True, num_buckets=3, **limits)
 
 
 def stream(index):

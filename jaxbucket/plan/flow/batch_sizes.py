@@ -40,7 +40,7 @@ def fitted(sizes: StepSizes, counts: Sequence[int] | np.ndarray) -> Fit:
 
     Example: 5 rows of T = 4 take two steps of at most 4 rows, and 3 rows are enough.
       >>> rows = np.array([1, 4])
-      >>> sizes = StepSizes(1, rows, rows[1:], 4 * rows[None], holders=rows[None])
+      >>> sizes = StepSizes(1, rows, rows[:1], rows[1:], 4 * rows[None], rows[None])
       >>> fitted(sizes, [5])
       Fit(rows=array([3]), steps=array([2]), cost=24)
 

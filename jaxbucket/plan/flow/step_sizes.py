@@ -26,7 +26,8 @@ class StepSizes:
 
     Attributes:
       multiple: numbers of rows are multiples of this number.
-      knots: `[L]` int64, numbers of rows, increasing. The first is the smallest.
+      knots: `[L]` int64, numbers of rows, increasing.
+      least: `[G]` int64, the smallest number of rows of each shape.
       most: `[G]` int64, the largest number of rows of each shape.
       costs: `[G, L]`, the cost of a step that holds the rows of each knot, or `most` if
         that is less; non-decreasing along a row.
@@ -35,6 +36,7 @@ class StepSizes:
 
     multiple: int
     knots: np.ndarray
+    least: np.ndarray
     most: np.ndarray
     costs: np.ndarray
     holders: np.ndarray
@@ -48,6 +50,7 @@ class StepSizes:
         multiple: int,
         min_batch_size: int,
         accumulate: int,
+        sample: bool,
         is_linear: bool = False,
     ) -> StepSizes:
         """Returns the sizes of G shapes.
@@ -60,13 +63,17 @@ class StepSizes:
           multiple: the number of which every B is a multiple.
           min_batch_size: the smallest B.
           accumulate: the number of batches per step, all of the same shape.
+          sample: whether there are more examples, so that every B is the largest.
           is_linear: whether costs are linear in B, so that two of them are enough.
         """
         smallest = -(-min_batch_size // multiple) * multiple
         filled = -(-examples // (multiple * accumulate)) * multiple
         most = np.minimum(batch_sizes, np.maximum(filled, smallest))
+        if sample:
+            most = batch_sizes
         number = 2 if is_linear else max(2, _MAX_COSTS // max(len(most), 1))
-        knots = _knots(smallest, int(most.max(initial=smallest)), multiple, number)
+        largest = int(most.max(initial=smallest))
+        knots = _knots(largest if sample else smallest, largest, multiple, number)
         rows = np.minimum(knots, most[:, None])
         shapes = np.repeat(np.arange(len(most)), len(knots))
         costs = costs_fn(shapes, rows.ravel()).reshape(rows.shape)
@@ -77,15 +84,11 @@ class StepSizes:
         return cls(
             multiple * accumulate,
             knots * accumulate,
+            (most if sample else np.full_like(most, smallest)) * accumulate,
             most * accumulate,
             least * accumulate,
             np.take_along_axis(rows, places, axis=1) * accumulate,
         )
-
-    @property
-    def least(self) -> int:
-        """The smallest number of rows of a step."""
-        return int(self.knots[0])
 
     @property
     def rows(self) -> np.ndarray:
@@ -107,8 +110,8 @@ class StepSizes:
 
     def take(self, index: np.ndarray) -> StepSizes:
         """Returns the sizes of some of the shapes."""
-        columns = (self.most[index], self.costs[index], self.holders[index])
-        return StepSizes(self.multiple, self.knots, *columns)
+        columns = (self.least, self.most, self.costs, self.holders)
+        return StepSizes(self.multiple, self.knots, *(x[index] for x in columns))
 
     def cost(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Returns the cost of a step of some rows, `[n]`.
@@ -141,7 +144,7 @@ class StepSizes:
         """
         steps = -(-rows // self.most[shape])
         size = -(-rows // (np.maximum(steps, 1) * self.multiple)) * self.multiple
-        return np.maximum(size, self.least), steps
+        return np.maximum(size, self.least[shape]), steps
 
     def padded_costs(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Returns the cost of the steps of `padded`, `[n]`."""
@@ -175,7 +178,7 @@ class StepSizes:
             divisor = np.maximum(steps, 1)
             high = np.minimum(largest, rows // (divisor * multiple))
             low = np.maximum(
-                self.least // multiple, rows // ((steps + 1) * multiple) + 1
+                self.least[shape] // multiple, rows // ((steps + 1) * multiple) + 1
             )
             low = np.maximum(low, (steps - 1) * largest // divisor + 1)
             number = np.clip(high - low + 1, 0, most_sizes) * is_new

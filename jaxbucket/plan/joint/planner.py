@@ -49,6 +49,7 @@ def search_shapes(
     accumulate: int = 1,
     batch_size_multiple: int = 1,
     min_batch_size: int = 1,
+    sample: bool = False,
     starts: Iterable[np.ndarray] = (),
 ) -> JointShapes:
     """Returns at most K shapes for which an epoch is as cheap as possible.
@@ -81,6 +82,7 @@ def search_shapes(
       accumulate: the number of batches per step, all of the same shape.
       batch_size_multiple: the number of which every B is a multiple.
       min_batch_size: the smallest number of rows in a batch.
+      sample: whether every B is the largest.
       starts: the T of shapes that hold all examples, `[K, Q]` each, from which the
         search also starts. The last one is the longest.
 
@@ -93,7 +95,7 @@ def search_shapes(
     points = Points.of(lengths, multiples, last, _MAX_SHAPES)
     pricing = Pricing(
         *(batch_sizes_fn, costs_fn, check_accumulate(accumulate)),
-        *(batch_size_multiple, min_batch_size),
+        *(batch_size_multiple, min_batch_size, sample),
     )
     if must_hold_all and not np.isfinite(pricing(last[None]).rates[0]):
         raise ValueError(

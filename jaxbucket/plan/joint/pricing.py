@@ -49,6 +49,7 @@ class Pricing:
       accumulate: the number of batches of the same shape in each step.
       batch_size_multiple: the number of which every B is a multiple.
       min_batch_size: the smallest B.
+      sample: whether every B is the largest.
       unit: a power of two.
     """
 
@@ -57,6 +58,7 @@ class Pricing:
     accumulate: int = 1
     batch_size_multiple: int = 1
     min_batch_size: int = 1
+    sample: bool = False
     unit: float = 0.0
 
     @property
@@ -97,6 +99,7 @@ class Pricing:
         steps = -(-rows // sizes)
         needed = -(-rows // (np.maximum(steps, 1) * multiple)) * multiple
         needed = np.maximum(needed, self.least * self.accumulate)
+        needed = sizes if self.sample else needed
         return steps * (costs - slopes * (sizes - needed))
 
     def sizes(self, seq_lens: np.ndarray, examples: int) -> StepSizes:
@@ -108,6 +111,7 @@ class Pricing:
             lambda shape, rows: self.costs_fn(rows, seq_lens[shape]),
             np.full_like(shape, examples),
             *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
+            sample=self.sample,
         )
 
     def with_unit(self, seq_lens: np.ndarray, num_examples: int) -> Pricing:
