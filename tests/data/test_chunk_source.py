@@ -489,7 +489,7 @@ def test_examples_are_split_at_the_last_boundary():
     plan = plan_buckets(
         [5, 17, 40], max_tokens=64, boundaries=[8, 16], overlong="split"
     )
-    assert plan.buckets == (Bucket(2, 8), Bucket(3, 16))
+    assert plan.buckets == (Bucket(3, 8), Bucket(3, 16))
     assert report(plan, [5, 17, 40]).chunks == 2 + 3
 
 

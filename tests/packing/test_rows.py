@@ -791,6 +791,21 @@ def test_unusual_costs_and_budgets_are_supported():
         jb.plan_packing(lengths, max_tokens=8192, packed_cost_fn=QUADRATIC)
 
 
+def test_rows_longer_than_the_longest_example_are_tried():
+    lengths = np.append(np.random.default_rng(0).integers(260, 512, 300), 512)
+    limits = {"max_tokens": 4096, "batch_size_multiple": 4, "seq_len_multiple": 16}
+    long = jb.plan_packing(lengths, **limits, pack="always")
+    assert long.plan.max_seq_len > 512 and long.report.padding < 0.05
+    assert all(bucket.num_tokens <= 4096 for bucket in long.plan.buckets)
+    # Neither a limit of the user nor a smaller budget allows them.
+    for options in ({"max_seq_len": 512}, {"max_tokens": 2400}):
+        short = jb.plan_packing(lengths, **{**limits, **options}, pack="always")
+        assert short.plan.max_seq_len == 512
+    # Many short examples fill rows of the longest length.
+    many = np.random.default_rng(0).integers(1, 97, 5000)
+    assert jb.plan_packing(many, **limits, pack="always").plan.max_seq_len <= 96
+
+
 def test_block_sparse_attention_makes_long_rows_cheap():
     lengths = np.random.default_rng(0).integers(1, 65, 3000)
     options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}

@@ -3,7 +3,7 @@ import re
 import numpy as np
 import pytest
 
-from jaxbucket import Bucket, plan_buckets, report
+from jaxbucket import Bucket, BucketPlan, plan_buckets, report
 from jaxbucket.base.permutation import permute
 from jaxbucket.plan import branch_and_bound as search
 
@@ -55,6 +55,36 @@ def test_plans_for_real_lengths_respect_the_budget(real_lengths):
     )
     check_plan(plan, real_lengths, max_tokens, (8, 128))
     assert len(plan) <= 8
+
+
+SMALL_SETS = {
+    "3 documents": ([5, 3, 9], 65_536, 8, [(8, 9)]),
+    "20 documents": (uniform(20, 450) + 49, 65_536, 8, [(24, 499)]),
+    "one long": ([700] + [7] * 11, 8192, 8, [(16, 7), (8, 700)]),
+    "one outlier": ([10_000] + [100] * 1000, 2**20, 8, [(1000, 100), (8, 10_000)]),
+    "one example": ([17], 2**40, 1, [(1, 17)]),
+    "a multiple above the examples": ([5, 9], 2**20, 64, [(64, 9)]),
+    "13 of two lengths": ([4] * 7 + [9] * 6, 36, 1, [(7, 4), (3, 9)]),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_SETS.values(), ids=SMALL_SETS)
+def test_small_sets_cost_no_more_than_by_hand(case):
+    lengths, max_tokens, multiple, shapes = case
+    plan = plan_buckets(
+        lengths, max_tokens=max_tokens, num_buckets=6, batch_size_multiple=multiple
+    )
+    ours = report(plan, lengths).padded_tokens
+    assert ours <= report(BucketPlan.from_shapes(shapes), lengths).padded_tokens
+    check_plan(plan, lengths, max_tokens, (multiple, 1))
+
+
+def test_a_plan_of_a_sample_has_the_largest_batches():
+    lengths = {"a": uniform(30), "b": uniform(30)[::-1]}
+    several = plan_buckets(lengths, max_tokens=8192, num_buckets=3, sample=True)
+    assert (several.batch_sizes == 8192 // several.tokens_per_row).all()
+    plan = plan_buckets(lengths["a"], max_tokens=8192, num_buckets=3, sample=True)
+    assert (plan.batch_sizes == 8192 // plan.boundaries).all()
 
 
 def test_equal_lengths_need_one_bucket():

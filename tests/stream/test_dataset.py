@@ -2313,3 +2313,9 @@ def test_a_sample_of_arrays_with_an_axis_too_many_is_refused(sequences):
     stream = grain.MapDataset.source(examples).to_iter_dataset()
     with pytest.raises(ValueError, match=r"All lengths are 1, because feature 'x'"):
         jb.stream.sample_lengths(stream, 2, sequences=sequences)
+
+
+def test_a_plan_of_few_lengths_is_noticed():
+    plan = jb.plan_buckets([4, 8], max_tokens=512)
+    with pytest.warns(UserWarning, match="plan with `sample=True`"):
+        jb.stream_batches(stream(np.array([4, 8])), plan, pool_size=4)

@@ -230,3 +230,24 @@ def test_tokens_of_several_sequences_are_exact():
     tokens = {name: 9_000_001 * size for name, size in sizes.items()}
     assert epoch.sequence_tokens == tokens
     assert epoch.real_tokens == sum(tokens.values())
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "multiple", "words"),
+    [
+        (65_536, 8, ["72 of the 65,536 positions", "66.7% of the positions are empty"]),
+        (72, 8, ["66.7% of the positions are empty rows"]),
+        (120, 1, ["27 of the 120 positions"]),
+        (27, 1, []),
+    ],
+)
+def test_wasteful_limits_are_named(max_tokens, multiple, words):
+    lengths = [3, 5, 9]
+    plan = plan_buckets(
+        lengths, max_tokens=max_tokens, num_buckets=1, batch_size_multiple=multiple
+    )
+    epoch = report(plan, lengths)
+    assert len(epoch.wasteful_limits) == len(words)
+    for part, sentence in zip(words, epoch.wasteful_limits, strict=True):
+        assert part in sentence and sentence in epoch.summary
+    assert epoch.to_dict()["wasteful_limits"] == epoch.wasteful_limits
