@@ -75,7 +75,7 @@ def plan_rows(
     More options of `plan_packing` are passed on.
     """
     names = ("max_tokens", "max_seq_len", "batch_size_multiple", "seq_len_multiple")
-    names += ("overlong", "cost_fn")
+    names += ("overlong", "cost_fn", "sample")
     if isinstance(limits, SequenceLimits):
         names += ("max_ratio",)
     return plan_packing(

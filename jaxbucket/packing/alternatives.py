@@ -66,7 +66,7 @@ class RowOptions:
             return limits
         return dataclasses.replace(limits, cost_fn=self.packed_cost_fn)
 
-    def rank(self, choice: RowChoice) -> tuple[float, float]:
+    def rank(self, choice: RowChoice) -> tuple[float, float, int]:
         """Returns the sort key of packed rows."""
         return choice.rank(self.max_padding, self.mixing)
 

@@ -41,9 +41,10 @@ class RowChoice(abc.ABC):
         """Returns the cost, raised by up to `mixing` if batches separate lengths."""
         return self.cost * (1 + mixing * self.separation)
 
-    def rank(self, max_padding: float, mixing: float) -> tuple[float, float]:
-        """Returns the sort key of a choice: excess padding, and then weighted cost."""
-        return max(self.padding - max_padding, 0.0), self.weighted_cost(mixing)
+    def rank(self, max_padding: float, mixing: float) -> tuple[float, float, int]:
+        """Returns the sort key of a choice: excess padding, weighted cost, shapes."""
+        excess = max(self.padding - max_padding, 0.0)
+        return excess, self.weighted_cost(mixing), len(self.plan)
 
     @abc.abstractmethod
     def packing(self, max_segments_per_row: int | None) -> Packing:

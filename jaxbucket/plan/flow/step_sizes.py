@@ -13,16 +13,17 @@ from collections.abc import Callable
 import numpy as np
 
 # Costs are computed for at most this many B of each shape, and for about this many
-# shapes and B in all. Between these B, they are interpolated.
-_MAX_KNOTS, _MAX_COSTS = 64, 1 << 14
+# shapes and B in all. If they are not linear in B, only these B are possible.
+_MAX_KNOTS, _MAX_COSTS = 128, 1 << 14
+# The relative deviation from a line, beyond rounding errors.
+_SLACK = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSizes:
     """The numbers of rows that a step of each of G shapes may have, and their costs.
 
-    A step of fewer rows than the largest number holds fewer rows, but costs less. The
-    cost is linear between the given numbers of rows.
+    A step of fewer rows than the largest number holds fewer rows, but costs less.
 
     Attributes:
       multiple: numbers of rows are multiples of this number.
@@ -32,6 +33,8 @@ class StepSizes:
       costs: `[G, L]`, the cost of a step that holds the rows of each knot, or `most` if
         that is less; non-decreasing along a row.
       holders: `[G, L]` int64, the rows of this step, which are more if that costs less.
+      is_linear: whether all multiples between the knots are possible, too, at costs
+        that are linear in between.
     """
 
     multiple: int
@@ -40,6 +43,7 @@ class StepSizes:
     most: np.ndarray
     costs: np.ndarray
     holders: np.ndarray
+    is_linear: bool = True
 
     @classmethod
     def of(
@@ -64,19 +68,23 @@ class StepSizes:
           min_batch_size: the smallest B.
           accumulate: the number of batches per step, all of the same shape.
           sample: whether there are more examples, so that every B is the largest.
-          is_linear: whether costs are linear in B, so that two of them are enough.
+          is_linear: whether costs are known to be linear in B, so that two of them are
+            enough.
         """
         smallest = -(-min_batch_size // multiple) * multiple
         filled = -(-examples // (multiple * accumulate)) * multiple
-        most = np.minimum(batch_sizes, np.maximum(filled, smallest))
-        if sample:
-            most = batch_sizes
+        # Other costs may be lower for a larger batch.
+        filled = np.maximum(filled if is_linear else 2 * filled, smallest)
+        most = batch_sizes if sample else np.minimum(batch_sizes, filled)
         number = 2 if is_linear else max(2, _MAX_COSTS // max(len(most), 1))
         largest = int(most.max(initial=smallest))
         knots = _knots(largest if sample else smallest, largest, multiple, number)
         rows = np.minimum(knots, most[:, None])
         shapes = np.repeat(np.arange(len(most)), len(knots))
         costs = costs_fn(shapes, rows.ravel()).reshape(rows.shape)
+        if not is_linear and not sample and len(knots) > 2 and _on_a_line(rows, costs):
+            args = (batch_sizes, costs_fn, examples, multiple, min_batch_size)
+            return cls.of(*args, accumulate, sample, is_linear=True)
         # A batch that holds more rows and costs less holds these rows, too.
         least = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
         places = np.where(costs <= least, np.arange(len(knots)), len(knots))
@@ -88,6 +96,7 @@ class StepSizes:
             most * accumulate,
             least * accumulate,
             np.take_along_axis(rows, places, axis=1) * accumulate,
+            is_linear,
         )
 
     @property
@@ -110,8 +119,9 @@ class StepSizes:
 
     def take(self, index: np.ndarray) -> StepSizes:
         """Returns the sizes of some of the shapes."""
-        columns = (self.least, self.most, self.costs, self.holders)
-        return StepSizes(self.multiple, self.knots, *(x[index] for x in columns))
+        names = ("least", "most", "costs", "holders")
+        columns = {name: getattr(self, name)[index] for name in names}
+        return dataclasses.replace(self, **columns)
 
     def cost(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Returns the cost of a step of some rows, `[n]`.
@@ -144,7 +154,11 @@ class StepSizes:
         """
         steps = -(-rows // self.most[shape])
         size = -(-rows // (np.maximum(steps, 1) * self.multiple)) * self.multiple
-        return np.maximum(size, self.least[shape]), steps
+        size = np.maximum(size, self.least[shape])
+        if not self.is_linear:
+            upper = self.knots[np.searchsorted(self.knots, size)]
+            size = np.minimum(upper, self.most[shape])
+        return size, steps
 
     def padded_costs(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Returns the cost of the steps of `padded`, `[n]`."""
@@ -181,12 +195,21 @@ class StepSizes:
                 self.least[shape] // multiple, rows // ((steps + 1) * multiple) + 1
             )
             low = np.maximum(low, (steps - 1) * largest // divisor + 1)
+            if not self.is_linear:
+                # Places of knots, of which the last one stands for the largest step.
+                last = np.searchsorted(self.knots, self.most[shape])
+                below = np.searchsorted(self.knots, high * multiple, side="right") - 1
+                low = np.searchsorted(self.knots, low * multiple)
+                high = np.where(high == largest, last, below)
             number = np.clip(high - low + 1, 0, most_sizes) * is_new
             parent = np.repeat(np.arange(len(rows)), number)
             start = np.cumsum(number) - number
-            size = high[parent] - np.arange(len(parent)) + start[parent]
-            is_cut = (size > low[parent]) & (size == (high - number + 1)[parent])
-            parts.append((parent, size * multiple, steps[parent], is_cut))
+            place = high[parent] - np.arange(len(parent)) + start[parent]
+            is_cut = (place > low[parent]) & (place == (high - number + 1)[parent])
+            size = place * multiple
+            if not self.is_linear:
+                size = np.minimum(self.knots[place], self.most[shape[parent]])
+            parts.append((parent, size, steps[parent], is_cut))
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         parent, size, steps, _ = columns
         is_rest = np.flatnonzero(rows[parent] > size * steps)
@@ -194,11 +217,29 @@ class StepSizes:
         return parent, size, steps, is_cut
 
 
+def _on_a_line(rows: np.ndarray, costs: np.ndarray) -> bool:
+    """Returns whether the costs of all shapes are linear in their rows."""
+    width = np.maximum(rows[:, -1:] - rows[:, :1], 1)
+    shares = (rows - rows[:, :1]) / width
+    line = costs[:, :1] + shares * (costs[:, -1:] - costs[:, :1])
+    return bool((abs(costs - line) <= _SLACK * costs).all())
+
+
 def _knots(least: int, most: int, multiple: int, number: int) -> np.ndarray:
-    """Returns B from the smallest to the largest, at most about `number`, `[L]`."""
-    total = (most - least) // multiple + 1
-    if total <= min(number, _MAX_KNOTS):
-        return least + multiple * np.arange(total)
-    places = np.geomspace(least, most, min(number, _MAX_KNOTS))[1:-1]
-    inner = np.rint(places / multiple).astype(np.int64) * multiple
-    return np.unique(np.concatenate([[least], np.clip(inner, least, most), [most]]))
+    """Returns B from the smallest to the largest, at most about `number`, `[L]`.
+
+    If they are not all possible B, they are multiples of powers of two, as many in each
+    octave.
+    """
+    total = most // multiple
+    number = min(number, _MAX_KNOTS)
+    if total - least // multiple < number:
+        return np.arange(least, most + 1, multiple)
+    octaves = total.bit_length()
+    per_octave = 1 << max(0, (number // octaves).bit_length() - 1)
+    steps = np.repeat(1 << np.arange(octaves), per_octave)
+    places = np.arange(per_octave, 2 * per_octave)
+    inner = np.tile(places, octaves) * steps
+    inner = np.unique(np.append(np.arange(1, per_octave), inner)) * multiple
+    inner = inner[(inner > least) & (inner < most)] if number > 2 else inner[:0]
+    return np.concatenate([[least], inner, [most]])

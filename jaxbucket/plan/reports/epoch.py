@@ -122,12 +122,12 @@ def report(
         split_examples=split,
         chunks=split + full,
         sequence_tokens=tokens_by_name(plan.sequences, kept),
-        wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, padded)),
+        wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, together)),
     )
 
 
 def _wasteful_limits(
-    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, padded: int
+    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, together: int
 ) -> Iterator[str]:
     """Yields a sentence about each limit of the plan that its examples do not need."""
     largest = max(bucket.num_tokens for bucket in plan.buckets)
@@ -137,8 +137,10 @@ def _wasteful_limits(
             "that `max_tokens` allows."
         )
     multiple = plan.batch_size_multiple
-    is_least = (plan.batch_sizes == multiple) & (batches == 1)
-    empty = int(((multiple - flow.rows) * plan.tokens_per_row)[is_least].sum())
+    padded = epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row)
+    is_least = (plan.batch_sizes == multiple) & (flow.batches == 1)
+    rows = (multiple * together - flow.rows) * plan.tokens_per_row
+    empty = int(rows[is_least].sum())
     if empty > _MUCH * padded:
         yield (
             f"{empty / padded:.1%} of the positions are empty rows of buckets with "
