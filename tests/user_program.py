@@ -27,6 +27,12 @@ def loss_fn(
     return jnp.sum(losses * weights), jnp.sum(weights)
 
 
+def loss_with_keys(
+    model: nnx.Sequential, batch: jb.Batch, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return loss_fn(model, batch, keys)
+
+
 def predict_fn(model: nnx.Sequential, batch: jb.Batch) -> dict[str, jax.Array]:
     return {"length": jb.attention.sequence_lengths(batch.segment_ids["tokens"])}
 
@@ -52,6 +58,8 @@ def main() -> None:
     step_fn = jb.make_train_step(loss_fn, tx, mesh)
     train_step = jb.compile_steps(step_fn, state, batches.specs)
     eval_step = jb.make_eval_step(loss_fn, mesh)
+    jb.make_train_step(loss_with_keys, tx, mesh)
+    jb.make_eval_step(loss_with_keys, mesh)
     with (
         jb.Processes() as processes,
         jb.StopRequest(processes) as stop,

@@ -37,8 +37,6 @@ class NnxBatchNorm(nnx.BatchNorm):
         `axis_index_groups`.
     """
 
-    sees_all_rows = True
-
     def __init__(self, num_features: int, **options: Any):
         super().__init__(num_features, **options)
         check_axes(self.axis, self.axis_name, self.axis_index_groups)

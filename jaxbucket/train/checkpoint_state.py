@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax import nnx
 from jax.tree_util import keystr
 
 from jaxbucket.train.model_checks import is_absent
@@ -97,16 +100,20 @@ def warn_of_new_constants(folder: epath.Path, state: Any, restored: Any) -> None
 
     Schedules are part of the optimizer, but constants of its state.
     """
-    leaves = jax.tree.leaves_with_path(state)
-    matches = [_INJECTED.match("." + _name(path)) for path, _ in leaves]
+    leaves, states = jax.tree.leaves_with_path((state,)), {*_injecting((state,))}
+    matches = [_INJECTED.match(_name(path)) for path, _ in leaves]
     scheduled = {match.group(1, 3) for match in matches if match and match[2]}
     for (path, new), old, match in zip(
         leaves, jax.tree.leaves(restored), matches, strict=True
     ):
-        if not match or match[2] or match.group(1, 3) in scheduled:
+        if not match or match[1] not in states or match.group(1, 3) in scheduled:
             continue
-        if _has_known_value(new) and not np.array_equal(new, old):
-            where, new, old = f"state{keystr(path)}", np.asarray(new), np.asarray(old)
+        if _has_known_value(new) and not np.array_equal(new, old, equal_nan=True):
+            where = f"state{keystr(path[1:])}"
+            new, old = (
+                np.array2string(np.asarray(x), threshold=3, edgeitems=1)
+                for x in (new, old)
+            )
             warnings.warn(
                 f"`{where}` is {new} in the state passed to `restore`, but {old} in "
                 f"the checkpoint {folder}, which is restored. To continue with the new "
@@ -114,6 +121,22 @@ def warn_of_new_constants(folder: epath.Path, state: Any, restored: Any) -> None
                 f"jnp.full_like({where}, {new})`.",
                 stacklevel=3,
             )
+
+
+def _injecting(tree: Any, start: Any = ()) -> Iterator[str]:
+    """Yields names, with a final dot, of the states of `optax.inject_hyperparams`."""
+    kinds = (optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState)
+
+    def is_inside(node: Any) -> bool:
+        return node is not tree and isinstance(node, (*kinds, nnx.OptArray))
+
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_inside):
+        if isinstance(node, nnx.OptArray):
+            # In an `nnx.Optimizer`, they are dicts.
+            yield _name((*start, *path[:-2])) + "."
+        elif is_inside(node):
+            yield _name((*start, *path)) + "."
+            yield from _injecting(node, (*start, *path))
 
 
 def _has_known_value(leaf: Any) -> bool:

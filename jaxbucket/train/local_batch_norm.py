@@ -10,6 +10,7 @@ from typing import Any
 from flax import linen, nnx
 from jax.sharding import Mesh
 
+from jaxbucket.train.forwarding import are_forwarded
 from jaxbucket.train.loss import Mode
 
 
@@ -25,8 +26,9 @@ def without_local_batch_norm(
     Flax's `BatchNorm` computes statistics of the rows that it is given, so results
     would depend on the number of devices. Layers whose `axis_name` has all axes of the
     batch compute those of all rows, and running averages are the same everywhere. Calls
-    of Linen modules are looked at, and the layers of an NNX model after the call, which
-    may have called `model.eval()`. NNX layers that the function makes are not seen.
+    of Linen modules are looked at, and whether a call changes the running averages of
+    an NNX model. NNX layers that the function makes or copies are not seen, and those
+    with a `__call__` of their own are trusted.
 
     Args:
       function: a function of the user that calls the model.
@@ -41,12 +43,16 @@ def without_local_batch_norm(
 
     @functools.wraps(function)
     def checked(model: Any, *args: Any) -> Any:
+        if isinstance(model, nnx.Module) and _nnx_layers(model):
+            # Flags say less, because calls may have others, or change them.
+            uses_averages = are_forwarded(
+                lambda means: _means_after(function, model, args, means),
+                [layer.mean[...] for layer in _nnx_layers(model)],
+            )
+            for layer, uses in zip(_nnx_layers(model), uses_averages, strict=True):
+                check(layer, uses, "nnx.BatchNorm", "NnxBatchNorm")
         with linen.intercept_methods(check_linen):
-            result = function(model, *args)
-        for _, layer in nnx.iter_graph(model) if isinstance(model, nnx.Module) else ():
-            if isinstance(layer, nnx.BatchNorm) and not hasattr(layer, "sees_all_rows"):
-                check(layer, layer.use_running_average, "nnx.BatchNorm", "NnxBatchNorm")
-        return result
+            return function(model, *args)
 
     def check_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
         layer, method = context.module, getattr(context.orig_method, "func", None)
@@ -73,6 +79,28 @@ def without_local_batch_norm(
             )
 
     return checked
+
+
+def _nnx_layers(model: nnx.Module) -> list[nnx.BatchNorm]:
+    """Returns the layers of a model that Flax's own method normalizes."""
+    return [
+        layer
+        for _, layer in nnx.iter_graph(model)
+        if isinstance(layer, nnx.BatchNorm)
+        and type(layer).__call__ is nnx.BatchNorm.__call__
+    ]
+
+
+def _means_after(
+    function: Callable[..., Any], model: nnx.Module, args: Any, means: Sequence[Any]
+) -> list[Any]:
+    """Returns the running means after a call of a copy of a model with given ones."""
+    copy = nnx.clone(model)
+    layers = _nnx_layers(copy)
+    for layer, mean in zip(layers, means, strict=True):
+        layer.mean[...] = mean
+    function(copy, *args)
+    return [layer.mean[...] for layer in layers]
 
 
 def _covers(layer: Any, axes: set[str]) -> bool:

@@ -47,7 +47,8 @@ from jaxbucket.train.global_rows import MappedRows, Rows, WholeBatch, rows_conte
 from jaxbucket.train.pmap import Rows as PmapRows
 from jaxbucket.train.state import checked_state
 
-LossFn: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple]
+# Losses that are not evaluated may require keys.
+LossFn: TypeAlias = Callable[[Any, Batch, Any], tuple]
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
 Metrics: TypeAlias = dict[str, jax.Array]
 _COUNTS = ("num_tokens", "num_examples", "num_rows", "num_positions")

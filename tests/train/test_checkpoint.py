@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -246,6 +247,30 @@ def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name, kind):
         jax.tree.map(lambda x: x.delete(), deleted)
         for unknown in (specs, deleted):
             checkpoints.restore(unknown)
+
+
+@pytest.mark.parametrize("change", [None, np.float32(2), np.ones((50, 50))])
+def test_only_constants_of_optax_are_named(dataset, tmp_path, change):
+    def make(value, eps=np.nan):
+        params = {"hyperparams": {"rate": jnp.full(3, value)}}
+        opt_state = injected(optax.sgd, momentum=0.9, **RATE).init(params)
+        return params | {
+            "opt": opt_state._replace(
+                hyperparams=opt_state.hyperparams | {"eps": jnp.asarray(eps)},
+                inner_state=params,
+            )
+        }
+
+    before = np.nan if change is None else 0 * change
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(1.0, before), dataset.position(1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoints.restore(make(2.0, before if change is None else change))
+    assert len(caught) == (change is not None)
+    assert all(
+        "eps" in str(x.message) and str(x.message).count("\n") < 9 for x in caught
+    )
 
 
 def test_a_state_may_contain_numbers_and_empty_nodes(dataset, tmp_path):

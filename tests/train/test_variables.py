@@ -1,5 +1,7 @@
 """Variables that losses change: rules over devices, micro-batches, skipped updates."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -533,16 +535,13 @@ def flax_inherited(use_average):
 
 def flax_nested(use_average):
     class Inherited(nnx.BatchNorm):
-        def __call__(self, x):
-            return super().__call__(x)
+        pass
 
     model = nnx.Dict(layers=nnx.List([nnx.Dict(norm=Inherited(1, rngs=nnx.Rngs(0)))]))
     model.layers[0].norm.use_running_average = use_average
 
     def loss(model, batch, keys):
-        # The statistics of a copy change, not those of the model.
-        norm = nnx.clone(model.layers[0].norm)
-        y = norm(batch.features["x"][..., None])
+        y = nnx.merge(*nnx.split(model)).layers[0].norm(batch.features["x"][..., None])
         return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens
 
     return model, loss, {}
@@ -575,6 +574,33 @@ def test_batch_normalization_is_found_behind_other_classes(make):
     step = jb.make_train_step(loss, tx, mesh, mode="shard_map")
     with pytest.raises(ValueError, match="BatchNorm`, whose statistics are.*mode="):
         step(state, on_mesh(make_batch(), mesh))
+
+
+class OwnStatistics(nnx.BatchNorm):
+    def __call__(self, x):
+        self.mean[...] = jax.lax.pmean(jnp.mean(x, (0, 1)), "data")
+        return x - self.mean[...]
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("during", [True, False, None, "unused", "own"])
+@pytest.mark.parametrize("after", [True, False])
+def test_a_call_decides_which_statistics_are_used(before, during, after):
+    def loss(model, batch, keys):
+        model.set_attributes(nnx.BatchNorm, use_running_average=before)
+        y = model.w[...] * batch.features["x"][..., None]
+        if during != "unused":
+            y = model.norm(y, *([] if during in (None, "own") else [during]))
+        model.set_attributes(nnx.BatchNorm, use_running_average=after)
+        return jnp.sum(y[..., 0], where=batch.mask), batch.num_tokens
+
+    model, mesh, tx = FlaxNormalized(), jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
+    if during == "own":
+        model.norm = OwnStatistics(1, rngs=nnx.Rngs(0))
+    step = jb.make_train_step(loss, tx, mesh, mode="shard_map")
+    is_right = before if during is None else during
+    with nullcontext() if is_right else pytest.raises(ValueError, match="statistics"):
+        step(jb.create_state(model, tx, mesh), on_mesh(make_batch(), mesh))
 
 
 def test_statistics_of_one_device_are_refused_in_evaluation_and_prediction():
