@@ -266,10 +266,7 @@ class LoaderDataset(grain.IterDataset[Any]):
 
 
 def rewind(dataset: grain.MapDataset[Any] | grain.IterDataset[Any]) -> None:
-    """Moves loaders that would go on back to where their last iteration began.
-
-    A loader that someone else has moved since, for instance to restore it, stays there.
-    """
+    """Moves loaders that would go on back, unless the user has moved them since."""
     if isinstance(dataset, LoaderDataset) and dataset.first_state is not None:
         loader: Any = dataset.loader
         if checksum_after(0, loader.state_dict()) == dataset.position:

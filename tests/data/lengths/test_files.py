@@ -171,6 +171,8 @@ NESTED = {
     "a batch of one": [[7, 7, 7]],
     "sentences": [[7, 7], [7]],
     "chat messages": [{"role": "user", "content": "a"}] * 2,
+    "first a number": [1, [2, 3]],
+    "first null": [None, [1, 2]],
     "pairs of texts": [["user", "a"], ["assistant", "b"]],
 }
 
@@ -195,7 +197,7 @@ def test_nested_lists_are_refused_without_a_function(tmp_path, name, case, modul
 
     for unit in (None, "bytes"):
         with pytest.raises(
-            ValueError, match=r"is nested, .* `--length-fn`, such as `b"
+            ValueError, match="is nested, .* `--length-fn` with a function"
         ):
             measured(Measure(unit))
     measure = Measure(length_fn=load_function("builtins:len"))
@@ -284,7 +286,7 @@ SPEECHES = {
     "in two rows": {7: OPEN, 8: CLOSED},
     "never closed": {500: OPEN},
     "text after a quote": {0: '"では"と彼は言った。', 999: 'a "b" ""'},
-    "in every row": dict.fromkeys(range(1000), '"a"'),
+    "in some rows": {3: '"a"', 7: '"a" b'},
     "in the header": {},
 }
 
@@ -301,6 +303,23 @@ def test_quotes_of_a_tab_separated_file_are_text(tmp_path, name, case):
     assert lengths_in(tmp_path / name, "ms").tolist() == list(range(1000, 2000))
     sizes = lengths_in(tmp_path / name, "text", Measure("characters"))
     assert sizes.tolist() == [len(text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("content", "sizes"),
+    [
+        ('"y"\t"x"\n"1"\t"hello"\n"2"\t"abc"\n', [5, 3]),
+        ('y\tx\n1\t"say ""hi"""\n2\tabc\n', [8, 3]),
+        ('x\n"line1\nline2"\nabc\n', [11, 3]),
+        ('y\tx\r\n1\t"a""\r\nb"\r\n', [6]),
+        ('y\tx\n1\t"abc\ndef"\t2\n', [4, 1]),
+        ('y\tx\n1\t"abc"d\n2\t"e"\n', [6, 3]),
+    ],
+)
+def test_quotes_that_enclose_cells_are_not_text(tmp_path, content, sizes):
+    (tmp_path / "x.tsv").write_bytes(content.encode())
+    found = lengths_in(tmp_path / "x.tsv", "x", Measure("characters"))
+    assert found.tolist() == sizes
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a\n\nb\n", "a\tb", '"\ta"'])
