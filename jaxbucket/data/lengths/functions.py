@@ -177,10 +177,8 @@ def _check_not_batches(
         if measure.length_fn is None and values.max() == 1:
             value = examples[0] if name is None else examples[0][name]
             named = value if isinstance(value, Mapping) else {name or "example": value}
-            arrays = {
-                x: array for x, array in as_arrays(named).items() if array.ndim > 1
-            }
-            check_not_nested([arrays], list(arrays), {None: values} if arrays else {})
+            nested = [x for x, array in as_arrays(named).items() if array.ndim > 1]
+            check_not_nested([named], nested, {None: values} if nested else {})
 
 
 def _example_length(column: str | None, measure: Measure, example: Any) -> int:
