@@ -7,8 +7,8 @@ truncated or split. All other features have one value for the whole example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -126,17 +126,23 @@ def sequence_names(
             )
         remedy = "Name at least one in `sequences`."
     for name in names:
-        first = arrays[name].flat[:1] if arrays[name].dtype.hasobject else ()
-        if any(isinstance(entry, Mapping | list | tuple) for entry in first):
+        if arrays[name].dtype.hasobject and has_nested(arrays[name].flat):
             raise ValueError(
                 f"Feature {name!r} is a list of dicts or lists, so its length is not "
-                "that of its tokens. Flatten it, or pass a `length_fn`."
+                "that of its tokens. Flatten it, choose the features that have the "
+                "length by `sequences=[...]`, or pass a `length_fn`."
             )
     if not names:
         raise ValueError(
             f"The example has no sequence feature among {sorted(arrays)}. {remedy}"
         )
     return names
+
+
+def has_nested(entries: Iterable[Any]) -> bool:
+    """Whether some entries of a list are themselves lists, arrays or dicts."""
+    kinds = (Mapping, list, tuple, np.ndarray)
+    return any(issubclass(kind, kinds) for kind in set(map(type, entries)))
 
 
 def listed_names(sequences: Sequence[str]) -> list[str]:

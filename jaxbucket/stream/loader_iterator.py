@@ -66,6 +66,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
             self._before = self.get_state()
         element, index = self._next_element(), self._num_elements
         self._num_elements += 1
+        self._dataset.mark()
         self._pending, self._num_taken = [], 0
         if _is_compared(index):
             self._checksum = checksum_after(self._checksum, element)
@@ -175,6 +176,7 @@ class LoaderIterator(grain.DatasetIterator[Any]):
             if _is_compared(num_skipped):
                 self._checksum = checksum_after(self._checksum, element)
             num_skipped += 1
+        self._dataset.mark()
         if num_skipped < num_elements:
             raise _other_length("fewer", num_elements)
         if is_end and next(self._opened(), None) is not None:

@@ -25,7 +25,12 @@ from jaxbucket.stream.loader_kinds import (
     has_shuffle_buffer,
     is_hugging_face,
 )
-from jaxbucket.stream.loader_values import check_examples, num_rows, to_numpy
+from jaxbucket.stream.loader_values import (
+    check_examples,
+    checksum_after,
+    num_rows,
+    to_numpy,
+)
 
 Resume: TypeAlias = Literal["state", "replay"]
 
@@ -123,6 +128,8 @@ class LoaderDataset(grain.IterDataset[Any]):
         self._reader: weakref.ref[LoaderIterator] | None = None
         # Where the last iteration began, unless it has ended; of a loader that goes on.
         self.first_state: Any = None
+        # The checksum of the state in which this dataset has left the loader.
+        self.position = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Grain's workers receive a copy without the iterators of this process.
@@ -162,6 +169,7 @@ class LoaderDataset(grain.IterDataset[Any]):
         iterator = iter(loader)
         if goes_on(loader, iterator):
             self.first_state = copy.deepcopy(loader.state_dict())
+            self.mark()
         if iterator is loader:
             if self._is_started:
                 raise ValueError(
@@ -194,7 +202,14 @@ class LoaderDataset(grain.IterDataset[Any]):
             raise rejected(loader, error) from error
         if random_state is not None:
             loader.generator.set_state(random_state)
+        self.mark()
         return iterator
+
+    def mark(self) -> None:
+        """Remembers where a loader that goes on is: others may move it elsewhere."""
+        if self.first_state is not None:
+            loader: Any = self.loader
+            self.position = checksum_after(0, loader.state_dict())
 
     def state(self) -> Any:
         """Returns the states of the loader and of its random generator, if any.
@@ -251,9 +266,11 @@ class LoaderDataset(grain.IterDataset[Any]):
 
 
 def rewind(dataset: grain.MapDataset[Any] | grain.IterDataset[Any]) -> None:
-    """Moves loaders that would go on back to where their last iteration began."""
+    """Moves loaders that would go on back, unless the user has moved them since."""
     if isinstance(dataset, LoaderDataset) and dataset.first_state is not None:
         loader: Any = dataset.loader
-        loader.load_state_dict(copy.deepcopy(dataset.first_state))
+        if checksum_after(0, loader.state_dict()) == dataset.position:
+            loader.load_state_dict(copy.deepcopy(dataset.first_state))
+            dataset.position = checksum_after(0, dataset.first_state)
     for parent in dataset.parents:
         rewind(parent)

@@ -542,6 +542,17 @@ def test_a_loader_that_was_moved_goes_on_where_it_was_moved_to():
         assert indices(dataset) == [*range(start, len(LENGTHS))]
 
 
+@pytest.mark.parametrize("index", [0, 3, 20])
+def test_a_loader_that_was_moved_after_it_was_read_stays_there(index):
+    loader = GoesOn(make_examples())
+    dataset = jb.stream.from_loader(loader)
+    jb.stream.sample_lengths(dataset, 3, sequences=["tokens"])
+    for _ in range(2):
+        loader.load_state_dict({"index": index})
+        read = list(itertools.islice(dataset, 5))
+        assert indices(read) == [*range(index, index + 5)]
+
+
 def test_an_element_that_cannot_be_converted_can_be_skipped():
     def to_example(number):
         return {"index": 0 if number else next(x for x in [] if x)}

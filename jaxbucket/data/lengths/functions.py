@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import operator
 import os
 import re
@@ -20,6 +21,7 @@ from jaxbucket.data.lengths.files import reading_bar
 from jaxbucket.data.lengths.measure import measure_lengths
 from jaxbucket.data.lengths.parallel_pass import WorkerDied
 from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
+from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.source import RowSource
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -145,7 +147,11 @@ def _measure_returned(
     names = columns or (None,)
     functions = {x: functools.partial(_example_length, x, measure) for x in names}
     if not has_indices or not hasattr(type(returned), "__len__"):
-        return _measure_iterable(returned, functions)
+        examples = _iterate(returned)
+        first = list(itertools.islice(examples, 1))
+        found = _measure_iterable(itertools.chain(first, examples), functions)
+        _check_not_batches(first, dict(zip(names, found, strict=True)), measure)
+        return found
     if isinstance(returned, RowSource) and by_default:
         # Its lengths are known, so that no example is read.
         return [measure_lengths(returned, sequences=x and [x]) for x in names]
@@ -158,15 +164,26 @@ def _measure_returned(
         num_workers=num_workers,
         progress=sys.stderr.isatty(),
     )
-    return [lengths[name] for name in names] if several else [lengths]
+    lengths = lengths if several else {names[0]: lengths}
+    _check_not_batches(returned, lengths, measure)
+    return [lengths[name] for name in names]
+
+
+def _check_not_batches(
+    examples: Any, lengths: Mapping[str | None, np.ndarray], measure: Measure
+) -> None:
+    """Raises a ValueError as `measure_lengths` does for batches of one example."""
+    for name, values in lengths.items():
+        if measure.length_fn is None and values.max() == 1:
+            value = examples[0] if name is None else examples[0][name]
+            named = value if isinstance(value, Mapping) else {name or "example": value}
+            nested = [x for x, array in as_arrays(named).items() if array.ndim > 1]
+            check_not_nested([named], nested, {None: values} if nested else {})
 
 
 def _example_length(column: str | None, measure: Measure, example: Any) -> int:
     if column is None:
         if isinstance(example, Mapping) and measure == Measure():
-            for array in as_arrays(example).values():
-                # Refuses nested features.
-                _ = measure.of_value(array) if array.ndim > 1 else None
             return example_length(example)
         return measure.of_value(example)
     if not isinstance(example, Mapping):
@@ -190,7 +207,7 @@ def _measure_iterable(
     ]
     rows = (
         (number, [functools.partial(x, example) for x in functions.values()])
-        for number, example in enumerate(_iterate(examples))
+        for number, example in enumerate(examples)
     )
     with reading_bar(None):
         parts = list(measure_all(places, rows, operator.call))

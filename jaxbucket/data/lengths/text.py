@@ -12,6 +12,7 @@ import functools
 import gzip
 import json
 import pathlib
+import re
 import shlex
 import sys
 import zlib
@@ -25,6 +26,8 @@ from jaxbucket.data.lengths.values import Measure, measure_all, short_repr
 # Called with the fraction of the file that has been read, from 0 to 1.
 ShowProgress = Callable[[float], None]
 
+# A cell between quotes, in which quotes are doubled, up to the end of the cell or line.
+_QUOTED = re.compile(r'(?<![^\t])"(?:[^"]|"")*("(?![^\t])|$)')
 # Number of lines between two progress updates.
 _LINES = 1024
 
@@ -53,8 +56,8 @@ def read_csv(
 ) -> Iterator[np.ndarray]:
     """Yields the lengths of the rows of a CSV table with a header.
 
-    A tab-separated file has no quotes, unless a line differs from the header in its
-    number of tabs. Blank lines at the end are ignored.
+    The quotes of a tab-separated file are text, unless all of them enclose whole cells
+    or are doubled in such cells. Blank lines at the end are ignored.
 
     Raises:
       ValueError: if a cell has no length, a row differs in width from the header, or
@@ -223,7 +226,7 @@ def _csv_rows(
     reader = csv.reader(
         (f"{line}\n" for _, line in _up_to_last(lines)),
         delimiter="\t" if is_tsv else ",",
-        quoting=csv.QUOTE_NONE if is_tsv and _is_unquoted(path) else csv.QUOTE_MINIMAL,
+        quoting=csv.QUOTE_MINIMAL if not is_tsv or _is_quoted(path) else csv.QUOTE_NONE,
         strict=True,
     )
     width = None
@@ -232,8 +235,6 @@ def _csv_rows(
             width = len(row) if width is None else width
             if len(row) != width:
                 raise csv.Error(f"it has {len(row)} cells, but the header has {width}")
-            if is_tsv and "\t" in (text := "".join(row)) and "\n" in text:
-                raise csv.Error("tabs and newlines between quotes may be lost rows")
             yield reader.line_num, row
     except csv.Error as error:
         raise ValueError(
@@ -241,12 +242,26 @@ def _csv_rows(
         ) from None
 
 
-def _is_unquoted(path: pathlib.Path) -> bool:
-    """Whether every line has as many tabs as the first; assumed of a pipe."""
+def _is_quoted(path: pathlib.Path) -> bool:
+    """Whether all quotes enclose cells, and all rows have the header's cells.
+
+    Rows with tabs and newlines between quotes may be several ones. A pipe is assumed
+    to be unquoted, because it can be read only once.
+    """
     if not path.is_file():
-        return True
+        return False
+    widths, width, is_open = set(), 0, False
     with contextlib.closing(_lines(path, lambda share: None)) as lines:
-        return len({line.count("\t") for _, line in _up_to_last(lines)}) == 1
+        for _, line in _up_to_last(lines):
+            was_open, text = is_open, '"' * is_open + line.removesuffix("\r")
+            outside = _QUOTED.sub("", text)
+            is_open = any(not match[1] for match in _QUOTED.finditer(text))
+            has_tabs = text.count("\t") > outside.count("\t")
+            if '"' in outside or (has_tabs and (was_open or is_open)):
+                return False
+            width = outside.count("\t") + was_open * width
+            widths |= set() if is_open else {width}
+    return len(widths) == 1 and not is_open
 
 
 def _json_values(

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH, check_choice
+from jaxbucket.data.example import has_nested
 
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
 UNITS: tuple[str, ...] = get_args(Unit)
@@ -176,11 +177,11 @@ def _length_of(value: Any, unit: Unit | None) -> int:
     is_list = isinstance(value, (list, tuple))
     # Arrays of any library have a shape, which is empty for a single number.
     shape = (len(value),) if is_list else getattr(value, "shape", ())
-    is_batch = len(shape) > 1 and shape[0] == 1
-    if is_batch or (is_list and isinstance(next(iter(value), 0), list | tuple | dict)):
+    has_objects = getattr(getattr(value, "dtype", None), "hasobject", False)
+    if has_nested(np.ravel(value) if has_objects else value if is_list else ()):
         raise ValueError(
             f"{short_repr(value)} is nested, so its number of tokens is not clear. "
-            "Pass `--length-fn`, such as `builtins:len` to count its entries."
+            "Pass `--length-fn` with a function that counts them."
         )
     if shape:
         return shape[0]

@@ -171,6 +171,7 @@ NESTED = {
     "a batch of one": [[7, 7, 7]],
     "sentences": [[7, 7], [7]],
     "chat messages": [{"role": "user", "content": "a"}] * 2,
+    "first null": [None, [1, 2]],
     "pairs of texts": [["user", "a"], ["assistant", "b"]],
 }
 
@@ -195,11 +196,32 @@ def test_nested_lists_are_refused_without_a_function(tmp_path, name, case, modul
 
     for unit in (None, "bytes"):
         with pytest.raises(
-            ValueError, match=r"is nested, .* `--length-fn`, such as `b"
+            ValueError, match="is nested, .* `--length-fn` with a function"
         ):
             measured(Measure(unit))
     measure = Measure(length_fn=load_function("builtins:len"))
     assert measured(measure).tolist() == [len(NESTED[case])] * 3
+
+
+def test_later_entries_of_a_list_may_be_nested():
+    entries = np.empty(2, object)
+    entries[:] = [np.arange(3), np.arange(5)]
+    for value in ([1, [2, 3]], (None, {"a": 1}), entries):
+        with pytest.raises(ValueError, match="is nested"):
+            Measure().of_value(value)
+
+
+@pytest.mark.parametrize("column", ["x", None])
+@pytest.mark.parametrize("kind", ["list", "iter"])
+def test_arrays_of_one_frame_are_batches_only_if_all_are(module, column, kind):
+    body = "import numpy as np\ndef values(n=7): return "
+    pathlib.Path(f"{module}.py").write_text(
+        f'{body}{kind}([{{"x": np.zeros((size, 80))}} for size in (1, n)])\n'
+        "def batches(): return values(1)"
+    )
+    assert lengths_by(f"{module}:values", column, Measure()).tolist() == [1, 7]
+    with pytest.raises(ValueError, match="All lengths are 1, because feature 'x'"):
+        lengths_by(f"{module}:batches", column, Measure())
 
 
 ARROW_TYPES = {
@@ -284,7 +306,7 @@ SPEECHES = {
     "in two rows": {7: OPEN, 8: CLOSED},
     "never closed": {500: OPEN},
     "text after a quote": {0: '"では"と彼は言った。', 999: 'a "b" ""'},
-    "in every row": dict.fromkeys(range(1000), '"a"'),
+    "in some rows": {3: '"a"', 7: '"a" b'},
     "in the header": {},
 }
 
@@ -303,6 +325,23 @@ def test_quotes_of_a_tab_separated_file_are_text(tmp_path, name, case):
     assert sizes.tolist() == [len(text) for text in texts]
 
 
+@pytest.mark.parametrize(
+    ("content", "sizes"),
+    [
+        ('"y"\t"x"\n"1"\t"hello"\n"2"\t"abc"\n', [5, 3]),
+        ('y\tx\n1\t"say ""hi"""\n2\tabc\n', [8, 3]),
+        ('x\n"line1\nline2"\nabc\n', [11, 3]),
+        ('y\tx\r\n1\t"a""\r\nb"\r\n', [5]),
+        ('y\tx\n1\t"abc\ndef"\t2\n', [4, 1]),
+        ('y\tx\n1\t"abc"d\n2\t"e"\n', [6, 3]),
+    ],
+)
+def test_quotes_that_enclose_cells_are_not_text(tmp_path, content, sizes):
+    (tmp_path / "x.tsv").write_bytes(content.encode())
+    found = lengths_in(tmp_path / "x.tsv", "x", Measure("characters"))
+    assert found.tolist() == sizes
+
+
 @pytest.mark.parametrize("text", ["a\nb", "a\n\nb\n", "a\tb", '"\ta"'])
 def test_quotes_around_tabs_or_newlines_are_read(tmp_path, text):
     write_csv(tmp_path / "x.tsv", [text, 'say "x"', "c"], "\t")
@@ -313,16 +352,12 @@ def test_quotes_around_tabs_or_newlines_are_read(tmp_path, text):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "x.tsv",
-            '"a\t1\nb"\t2\n"\t"\t3\n',
-            "line 3 is not CSV: tabs and newlines",
-        ),
-        ("x.tsv", '3\t"a\n4\t5\nb"\n', "line 4 is not CSV: tabs and newlines"),
-        ("x.tsv", '3\t"a\nb"\n"c\t4\nd"\t5\n', "line 5 is not CSV: tabs and newlines"),
-        ("x.tsv", '"a"b\t1\nc\n', "line 2 is not CSV: '\t' expected after"),
+        ("x.tsv", '"a\t1\nb"\t2\n"\t"\t3\n', "line 4 is not CSV: it has 3 cells"),
+        ("x.tsv", '3\t"a\n4\t5\nb"\n', "line 4 is not CSV: it has 1 cells"),
+        ("x.tsv", '3\t"a\nb"\n"c\t4\nd"\t5\n', "line 3 is not CSV: it has 1 cells"),
+        ("x.tsv", '"a"b\t1\nc\n', "line 3 is not CSV: it has 1 cells"),
         ("x.tsv", "3\t4\n\n3\t4\n", "line 3 is not CSV: it has 0 cells"),
-        ("x.tsv", '3\t4\n"5', "line 3 is not CSV: unexpected end"),
+        ("x.tsv", '3\t4\n"5', "line 3 is not CSV: it has 1 cells"),
         ("x.csv", "3,4\n \n", "line 3 is not CSV: it has 1 cells"),
     ],
 )

@@ -442,15 +442,15 @@ def test_arrays_with_an_axis_too_many_are_refused(tmp_path, case):
 
 @pytest.mark.parametrize(
     "entry",
-    [{"role": "user"}, [1, {"a": 2}], ({"a": 1}, 2)],
-    ids=["dict", "list", "tu"],
+    [{"role": "user"}, [1, {"a": 2}], ({"a": 1}, 2), np.arange(3)],
+    ids=["dict", "list", "tu", "array"],
 )
 @pytest.mark.parametrize("sequences", [None, ["x"], {"x": ["x"], "y": ["y"]}])
 def test_features_of_lists_of_objects_are_refused(entry, sequences):
     array = np.empty(2, object)
-    array[:] = [entry, entry]
+    array[:] = [None, entry]
     source = [{"x": array, "y": [1, 2]}]
-    with pytest.raises(ValueError, match="'x' is a list of dicts or lists.*length_fn"):
+    with pytest.raises(ValueError, match="'x' is a list of.*`sequences=.*length_fn"):
         measured(source, sequences=sequences)
     functions = {"x": lambda example: 5, "y": lambda example: 2}
     lengths = measured(source, length_fn=functions)
