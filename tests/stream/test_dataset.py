@@ -2316,6 +2316,6 @@ def test_a_sample_of_arrays_with_an_axis_too_many_is_refused(sequences):
 
 
 def test_a_plan_of_few_lengths_is_noticed():
-    plan = jb.plan_buckets([4, 8], max_tokens=512)
+    plan = jb.plan_buckets([4, 4, 4, 8], max_tokens=512)
     with pytest.warns(UserWarning, match="plan with `sample=True`"):
         jb.stream_batches(stream(np.array([4, 8])), plan, pool_size=4)
