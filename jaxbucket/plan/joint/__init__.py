@@ -2,8 +2,6 @@
 
 `points` counts the examples by their lengths, `pricing` evaluates the user's functions,
 and `additions` the cost with every possible further shape. `search` chooses shapes: at
-first as if every batch were full (`steady`), then with remainders (`epoch`). `bound`
-computes how much better any shapes could be, by a `relaxation`, and for very many
-shapes on a `fine_grid`. `enumeration` compares all sets of shapes if there are few.
-`planner` combines these modules.
+first as if every batch were full (`steady`), then with remainders (`epoch`). `all_sets`
+compares all sets of shapes if there are few. `planner` combines these modules.
 """
