@@ -86,7 +86,11 @@ def make_source() -> list[dict[str, np.ndarray]]:
 def make_schedule(source: Any, accumulate: int) -> jb.BatchSchedule:
     lengths = jb.measure_lengths(source, progress=False)
     plan = jb.plan_buckets(
-        lengths, max_tokens=128, num_buckets=2, batch_size_multiple=8
+        lengths,
+        max_tokens=128,
+        num_buckets=2,
+        batch_size_multiple=8,
+        accumulate=accumulate,
     )
     return jb.BatchSchedule(plan, lengths, seed=1, accumulate=accumulate)
 
