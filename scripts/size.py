@@ -67,7 +67,7 @@ def check_lines(text: str) -> set[int]:
 
 
 def assigned_libraries(text: str) -> list[str]:
-    """Returns the attributes of imported modules and their classes that are assigned."""
+    """Returns the attributes of what other libraries export that are assigned."""
     tree = ast.parse(text)
     imported = {
         (alias.asname or alias.name).split(".")[0]
