@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from records import StepRecord
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.run import StepRecord
 
 # No markup: a path may have brackets in it.
 console = Console(highlight=False, markup=False)

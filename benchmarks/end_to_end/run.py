@@ -38,10 +38,10 @@ from evaluation import HeldOut, executables
 from job import Job, prepare
 from live import Clock, TrainingLog, console
 from options import TRAINING, parse_arguments
+from records import bucket_stats
 from resuming import Progress
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.run import bucket_stats
 
 
 def main() -> None:

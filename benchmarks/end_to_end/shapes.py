@@ -17,11 +17,11 @@ import policies
 from etils import epath
 from example import transformer
 from options import SEQ_LEN_MULTIPLE
+from records import StepRecord
 
 import jaxbucket as jb
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.curve import CurvePoint
-from jaxbucket.plan.reports.run import StepRecord
 
 FILE = "plan.json"
 # The number of shapes for held-out documents with `--num-buckets auto`.

@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-
-from jaxbucket.plan.reports.run import StepRecord
-from jaxbucket.plan.reports.run_plots import plot_buckets, plot_run
+from record_plots import plot_buckets, plot_run
+from records import StepRecord
 
 
 def digest(tree: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,34 +12,20 @@ if TYPE_CHECKING:
     from jaxbucket.base.buckets import BucketPlan
 
 _FORMAT = "jaxbucket.BucketPlan"
-# Plans with several sequences are written as version 3, others with step costs as
-# version 2, and all others still as version 1.
-_VERSIONS = (1, 2, 3)
+_VERSION = 1
 _REMEDY = "Write the plan again with `plan.to_json()`."
-# The fields that some versions leave out.
-_OPTIONAL = ("step_costs", "cost_unit", "packed", "max_ratio")
 
 
 def write(plan: BucketPlan) -> str:
     """Returns the JSON of a plan."""
-    fields: dict[str, Any] = {
-        "format": _FORMAT,
-        "version": 3 if plan.sequences else 1 if plan.step_costs is None else 2,
-        "buckets": [bucket.to_list() for bucket in plan.buckets],
-        "max_tokens": plan.max_tokens,
-        "batch_size_multiple": plan.batch_size_multiple,
-        "seq_len_multiple": plan.seq_len_multiple,
-        "overlong": plan.overlong,
+    fields = {
+        field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)
     }
-    if plan.step_costs is not None:
-        fields |= {"step_costs": plan.step_costs, "cost_unit": plan.cost_unit}
-    if plan.packed:
-        fields["packed"] = True
-    if plan.max_ratio is not None:
-        fields["max_ratio"] = plan.max_ratio
-    return json.dumps(
-        {x: dict(y) if isinstance(y, PerSequence) else y for x, y in fields.items()}
-    )
+    fields["buckets"] = [bucket.to_list() for bucket in plan.buckets]
+    values = {
+        x: dict(y) if isinstance(y, PerSequence) else y for x, y in fields.items()
+    }
+    return json.dumps({"format": _FORMAT, "version": _VERSION, **values})
 
 
 def read(text: str, names: list[str]) -> dict[str, Any]:
@@ -60,11 +47,10 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
         raise ValueError(f"The plan is not valid JSON ({error}). {_REMEDY}") from None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
         raise ValueError(f'The JSON has no "format": "{_FORMAT}". {_REMEDY}')
-    version = fields.get("version")
-    if version not in _VERSIONS or isinstance(version, bool):
+    if fields.get("version") != _VERSION:
         raise ValueError(
-            f"The plan has version {version!r}; this jaxbucket reads versions "
-            f"{_VERSIONS[0]} to {_VERSIONS[-1]}. {_REMEDY}"
+            f"The plan has version {fields.get('version')!r}; this jaxbucket reads "
+            f"version {_VERSION}. {_REMEDY}"
         )
     known = ("format", "version", "notes", *names)
     if unknown := [name for name in fields if name not in known]:
@@ -72,13 +58,8 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
             f"The plan has the unknown fields {unknown}. Correct their names, which "
             f"are among {list(known)}, or move them into 'notes'."
         )
-    absent = {name for name in _OPTIONAL if name not in fields}
-    if version == 1:
-        absent |= {"step_costs", "cost_unit"}
-    if version == 2:
-        absent -= {"step_costs", "cost_unit"}
     try:
-        plan = {name: fields[name] for name in names if name not in absent}
+        plan = {name: fields[name] for name in names}
     except KeyError as error:
         raise ValueError(f"The plan has no field {error}. {_REMEDY}") from None
     pairs = plan["buckets"]

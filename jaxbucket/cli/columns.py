@@ -53,10 +53,7 @@ def one_column(columns: Sequence[str], what: str, remedy: str) -> str | None:
     return columns[0] if columns else None
 
 
-_NEEDS_COST_FN = (
-    "Use `--cost-fn` with a function of B and a mapping from column to T, such as a "
-    "`jb.plan.EncoderDecoderCost`"
-)
+_NEEDS_COST_FN = "Use `--cost-fn` with a function of B and a mapping from column to T"
 
 
 def one_length_only(boundaries: str | None, shapes: str | None) -> dict[str, str]:

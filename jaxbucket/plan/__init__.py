@@ -10,17 +10,12 @@ assigns the examples that do not fill a batch. `planner` combines these modules,
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
-    from jaxbucket.plan.area import AreaBudget as AreaBudget
-    from jaxbucket.plan.area import AreaCost as AreaCost
     from jaxbucket.plan.chunks import chunk_lengths as chunk_lengths
     from jaxbucket.plan.costs import StepTime as StepTime
     from jaxbucket.plan.costs import TokenCost as TokenCost
     from jaxbucket.plan.costs import TransformerCost as TransformerCost
     from jaxbucket.plan.curve import PlanCurve as PlanCurve
     from jaxbucket.plan.curve_search import plan_curve as plan_curve
-    from jaxbucket.plan.encoder_decoder_cost import (
-        EncoderDecoderCost as EncoderDecoderCost,
-    )
     from jaxbucket.plan.limits import Limits as Limits
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
     from jaxbucket.plan.reports.compare import compare_plans as compare_plans

@@ -68,33 +68,8 @@ class TokenCost:
         return tokens / self.tokens_per_second if self.tokens_per_second else tokens
 
 
-class FlopCost:
-    """The checks and the unit that costs of transformers share."""
-
-    width: int
-    depth: int
-    vocab_size: int
-    flops_per_second: float | None
-
-    def __post_init__(self):
-        for name in ("width", "depth"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        if self.vocab_size:
-            vocab_size = check_positive("vocab_size", self.vocab_size)
-            object.__setattr__(self, "vocab_size", vocab_size)
-        _check_speed(self, "flops_per_second")
-
-    @property
-    def unit(self) -> str:
-        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
-        return "FLOP" if self.flops_per_second is None else SECONDS
-
-    def _in_unit(self, flops: float) -> float:
-        return flops / self.flops_per_second if self.flops_per_second else flops
-
-
 @dataclasses.dataclass(frozen=True)
-class TransformerCost(FlopCost):
+class TransformerCost:
     """Floating-point operations of a train step of a transformer.
 
     The cost is 72 B T L d^2 (1 + T / 6d + V / 12 L d) for L layers of width d and V
@@ -123,15 +98,25 @@ class TransformerCost(FlopCost):
     vocab_size: int = 0
     flops_per_second: float | None = None
 
+    def __post_init__(self):
+        for name in ("width", "depth"):
+            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
+        if self.vocab_size:
+            vocab_size = check_positive("vocab_size", self.vocab_size)
+            object.__setattr__(self, "vocab_size", vocab_size)
+        _check_speed(self, "flops_per_second")
+
+    @property
+    def unit(self) -> str:
+        """The unit of the cost: "FLOP", or "s" with `flops_per_second`."""
+        return "FLOP" if self.flops_per_second is None else SECONDS
+
     def __call__(self, batch_size: int, seq_len: int) -> float:
-        if isinstance(seq_len, Mapping):
-            raise ValueError(
-                "`TransformerCost` requires examples with one length. Use "
-                "`EncoderDecoderCost` or your own function"
-            )
+        _check_one_length(self, seq_len)
         dense = 72 * self.depth * self.width**2 + 6 * self.width * self.vocab_size
         attention = 12 * self.depth * self.width * seq_len
-        return self._in_unit(batch_size * seq_len * (dense + attention))
+        flops = batch_size * seq_len * (dense + attention)
+        return flops / self.flops_per_second if self.flops_per_second else flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +170,7 @@ class StepTime:
             check_number(f"measured[{shape}]", seconds)
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
-        if isinstance(seq_len, Mapping):
-            raise ValueError(
-                "`StepTime` requires examples with one length. Use "
-                "`EncoderDecoderCost` or your own function"
-            )
+        _check_one_length(self, seq_len)
         known = self.measured.get((batch_size, seq_len))
         if known is not None:
             return known
@@ -305,7 +286,15 @@ def _non_negative(relative: np.ndarray) -> np.ndarray:
     return np.maximum(solution.x[:num_terms], 0) / scale
 
 
-def _check_speed(cost: TokenCost | FlopCost, name: str) -> None:
+def _check_one_length(cost: TransformerCost | StepTime, seq_len: Any) -> None:
+    if isinstance(seq_len, Mapping):
+        raise ValueError(
+            f"`{type(cost).__name__}` requires examples with one length. Pass your own "
+            "`cost_fn` of B and a mapping of T"
+        )
+
+
+def _check_speed(cost: TokenCost | TransformerCost, name: str) -> None:
     speed = getattr(cost, name)
     if speed is not None:
         object.__setattr__(cost, name, check_number(name, speed))

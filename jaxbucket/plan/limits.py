@@ -21,7 +21,7 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.policies import OVERLONG, Overlong
 from jaxbucket.plan.boundary_rules import Candidates
-from jaxbucket.plan.costs import CostFn, FlopCost, StepTime, TokenCost, unit_of
+from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, unit_of
 from jaxbucket.plan.flow.batch_sizes import fitted
 from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.histogram import cumulative
@@ -169,7 +169,9 @@ class Limits:
             examples,
             *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
             sample=self.sample,
-            is_linear=isinstance(self.cost_fn, TokenCost | FlopCost | StepTime | None),
+            is_linear=isinstance(
+                self.cost_fn, TokenCost | TransformerCost | StepTime | None
+            ),
         )
 
     def _check_step(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> None:

@@ -82,8 +82,7 @@ def plan_buckets(
     If examples have several sequences, such as source and target, a bucket has a T for
     each, and the buckets are planned in all of them at once. Then
     `max_tokens`, `seq_len_multiple`, `max_seq_len` and `overlong` may be mappings from
-    sequence name to a value, and functions receive such a mapping in place of T. For
-    images, `AreaBudget` and `AreaCost` are such functions.
+    sequence name to a value, and functions receive such a mapping in place of T.
 
     Example:
       >>> pairs = {"source": lengths, "target": lengths[::-1]}

@@ -233,8 +233,7 @@ def _checked_shapes(shapes: Iterable[Bucket]) -> list[Bucket]:
         if not isinstance(shape.seq_len, int):
             raise ValueError(
                 f"`shapes` contains {shape}, but calibration requires shapes with a "
-                "single T. Plan for several sequences with a cost function, such as "
-                "`jb.plan.EncoderDecoderCost` or `jb.plan.AreaCost`."
+                "single T. Plan for several sequences with your own `cost_fn`."
             )
         if shapes.count(shape) > 1:
             raise ValueError(

@@ -161,7 +161,6 @@ def test_plans_of_several_columns_are_drawn(files, columns):
         (["--width", 8], "Use `--cost-fn` with a function of B and a mapping from co"),
         (["--depth", 8], "`--depth` requires examples with one length, but `--column"),
         (["--vocab-size", 8], "`--vocab-size` requires examples with one length, but"),
-        (["--depth", 8], "such as a `jb.plan.EncoderDecoderCost`, or remove `--"),
         (["--step-times", "pairs.csv"], "names ['source', 'target']. Use `--cost-fn`"),
         (["--block-sparse"], "`--block-sparse` requires `--pack`. Remove it, or add "),
         (["--max-tokens", "10,20"], "`--max-tokens 10,20` is a list of budgets, one "),

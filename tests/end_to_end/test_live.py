@@ -2,6 +2,7 @@
 
 import importlib
 import pathlib
+import sys
 import time
 
 import jax
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.run import bucket_stats
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"))
+from records import bucket_stats
 
 END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.reports.run import StepRecord
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"))
+from records import StepRecord
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = ROOT / "benchmarks" / "end_to_end" / "run.py"

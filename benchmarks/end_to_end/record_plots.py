@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from records import StepRecord, bucket_stats
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.plan.reports.plots import new_page
-from jaxbucket.plan.reports.run import StepRecord, bucket_stats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
