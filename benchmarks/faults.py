@@ -3,8 +3,8 @@
     python benchmarks/faults.py
     python benchmarks/faults.py --faults 3 --processes 2 --json
 
-After each fault, all other processes must end within the timeout and five seconds, each
-with a message that names the lost process. The run is resumed with a random number of
+After each fault, all other processes must end within the timeout and 15 seconds, and the
+output, jax's or ours, must name the lost process. The run is resumed with a random number of
 processes until it is complete. Its batches must equal the batches of a run without
 faults. The benchmark requires Linux, because it finds the processes in /proc.
 """
@@ -26,7 +26,7 @@ import runs
 from rich.console import Console
 from rich.table import Table
 
-GRACE = 5.0
+GRACE = 15.0
 STEPS = 300
 # A signal makes the process raise at the next line of Python that it runs.
 FAILING = f"""
@@ -38,9 +38,9 @@ sys.path.insert(0, {str(runs.RUN.parent)!r})
 runpy.run_path({str(runs.RUN)!r}, run_name="__main__")
 """
 FAULTS = {
-    "killed": (signal.SIGKILL, "no heartbeat|lost the connection"),
-    "stopped": (signal.SIGSTOP, "no heartbeat"),
-    "raised": (signal.SIGUSR1, r"raised \w+: .*asked to fail"),
+    "killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "raised": signal.SIGUSR1,
 }
 
 
@@ -63,7 +63,7 @@ def main() -> int:
         print(json.dumps(results, indent=2))
     else:
         show(results)
-    rows_pass = all(row["all_named"] and row["in_time"] for row in results["faults"])
+    rows_pass = all(row["named"] and row["in_time"] for row in results["faults"])
     return 0 if rows_pass and all(results["same_batches"]) else 1
 
 
@@ -119,7 +119,7 @@ def run_with_fault(
     """Starts a run and kills a process; returns None if the run ended before that."""
     count = draw.choice(args.processes)
     kind, victim = draw.choice(list(FAULTS)), draw.randrange(count)
-    number, reason = FAULTS[kind]
+    number = FAULTS[kind]
     step = newest(folder / name) + draw.choice((5, 10))
     run = start(args, folder, count, name)
     while newest(folder / name) < step:
@@ -152,10 +152,8 @@ def run_with_fault(
         # The run ended before the fault.
         return None
     printed = (folder / "output").read_text()
-    lost = rf"(?=.*({reason})).* process {victim} \("
-    sentence = rf"jaxbucket: Process (\d+) is exiting:{lost}"
-    named = {int(match[1]) for match in re.finditer(sentence, printed)}
-    if not passed or named != set(pids) - {victim}:
+    named = names(printed, victim)
+    if not passed or not named:
         print(printed, file=sys.stderr)
     return {
         "processes": count,
@@ -164,8 +162,17 @@ def run_with_fault(
         "after_step": newest(folder / name),
         "slowest_end_s": slowest,
         "in_time": passed,
-        "all_named": named == set(pids) - {victim},
+        "named": named,
     }
+
+
+def names(output: str, victim: int) -> bool:
+    """Returns whether the output names a lost process."""
+    # jax names its service instead of process 0, which runs it.
+    of_jax = "remote target coordination_service|RPC: /xla.coordination"
+    if victim:
+        of_jax = rf"unhealthy[^:]*:\n(\[\d+\] )?{victim}\b"
+    return bool(re.search(f"process {victim} raised|{of_jax}", output))
 
 
 def newest(folder: pathlib.Path) -> int:

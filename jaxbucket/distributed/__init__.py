@@ -1,7 +1,7 @@
 """Processes that start, agree and stop together.
 
-`processes` connects the processes of a run and checks that they agree, `watchdog` ends
-all of them when one is lost, and `stop` stops all of them before the same step. They
+`processes` connects the processes of a run, exchanges strings, and ends them together;
+`agreement` compares them, and `stop` stops all of them before the same step. They
 communicate through the key-value store of jax's coordination service (`store`).
 """
 

@@ -7,10 +7,7 @@ module uses the private parts of jax that give access to it.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import socket
-from typing import Any
 
 import jax
 
@@ -47,7 +44,6 @@ class Store:
         # `jax.process_index()` would start the backend.
         self.index: int = distributed.global_state.process_id
         self.count: int = distributed.global_state.num_processes
-        self._addresses: list[tuple[Any, ...]] = []
 
     def set(self, key: str, value: str) -> None:
         """Sets a key, and overwrites its value if it has one."""
@@ -95,43 +91,6 @@ class Store:
         """Notifies jax's preemption service, as SIGTERM would."""
         now = datetime.datetime.now(datetime.UTC)
         self._client.key_value_set(_NOTICE, now.isoformat(), allow_overwrite=True)
-
-    def resolve(self) -> None:
-        """Looks up the addresses of process 0, which may take long."""
-        address = str(distributed.global_state.coordinator_address)
-        host, _, port = address.rpartition(":")
-        with contextlib.suppress(OSError):
-            self._addresses = socket.getaddrinfo(
-                host.strip("[]"), int(port), type=socket.SOCK_STREAM
-            )
-
-    def connect(self, timeout: float) -> socket.socket | None:
-        """Returns a connection that the system closes when process 0 ends.
-
-        It uses the addresses that `resolve` has found, without a name server. Returns
-        None if none of them answers.
-
-        Args:
-          timeout: seconds to wait for each address.
-        """
-        for entry in self._addresses:
-            with contextlib.suppress(OSError):
-                connection = _connect(entry, timeout)
-                self._addresses = [entry]
-                return connection
-        return None
-
-
-def _connect(entry: tuple[Any, ...], timeout: float) -> socket.socket:
-    family, kind, protocol, _, address = entry
-    connection = socket.socket(family, kind, protocol)
-    try:
-        connection.settimeout(timeout)
-        connection.connect(address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def has_preemption_service() -> bool:

@@ -23,7 +23,7 @@ from etils import epath
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
-from jaxbucket.distributed.differences import list_processes
+from jaxbucket.distributed.agreement import list_processes
 from jaxbucket.distributed.processes import Processes
 from jaxbucket.train.checkpoint_seal import find_damage, write_seal
 from jaxbucket.train.checkpoint_state import (

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.distributed.differences import list_processes
+from jaxbucket.distributed.agreement import list_processes
 
 
 def check_same(mesh: Mesh, digests: Mapping[str, int], remedy: str) -> None:

@@ -1,11 +1,12 @@
-"""Reads the settings that connect the processes, from arguments or the environment."""
+"""Connects the processes of a run by jax's coordination service."""
 
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any, NamedTuple
 
-from jaxbucket.base.checks import check_integer
+import jax
 
 _NUM_PORTS = 2**16
 
@@ -19,7 +20,7 @@ class Settings(NamedTuple):
 
 
 def read_settings(*values: Any) -> Settings | None:
-    """Returns the checked settings, or None if there are none at all.
+    """Returns the settings, or None if there are none at all.
 
     In a step of several SLURM tasks, only their number is set.
 
@@ -43,23 +44,53 @@ def read_settings(*values: Any) -> Settings | None:
                 f"`{name}` is missing from {settings}. Pass all three arguments, or "
                 f"set {names[name]}."
             )
+    return _checked(settings)
+
+
+def _checked(settings: Settings) -> Settings:
     address, port = settings[0], str(settings[0]).rpartition(":")[2]
     if not (port.isdecimal() and 0 < int(port) < _NUM_PORTS):
         raise ValueError(
             f"`coordinator_address={address!r}` must be host:port of process 0, with "
             f"a port from 1 to {_NUM_PORTS - 1}."
         )
-    count, index = (
-        _to_int("num_processes", settings[1]),
-        _to_int("process_id", settings[2]),
-    )
-    if not 0 <= index < count:
+    for name in ("num_processes", "process_id"):
+        if not str(value := getattr(settings, name)).isdecimal():
+            raise ValueError(f"`{name}={value!r}` must be an integer of at least 0.")
+    count, index = int(settings.num_processes), int(settings.process_id)
+    if index >= count:
         raise ValueError(
             f"`process_id={index}` must be from 0 to `num_processes={count}` - 1."
         )
     return Settings(str(address), count, index)
 
 
-def _to_int(name: str, value: Any) -> int:
-    is_text = isinstance(value, str) and value.strip().isdecimal()
-    return int(value) if is_text else check_integer(name, value)
+def connect(settings: Settings, timeout: int, start_timeout: int) -> None:
+    """Connects this process to the others.
+
+    Args:
+      settings: the settings from `read_settings`.
+      timeout: seconds without a heartbeat after which jax ends all processes.
+      start_timeout: seconds to wait for the others.
+
+    Raises:
+      ValueError: if the port of process 0 is in use.
+    """
+    if settings.process_id == 0:
+        _check_port(settings.coordinator_address)
+    jax.distributed.initialize(
+        *settings,
+        initialization_timeout=start_timeout,
+        heartbeat_timeout_seconds=timeout,
+    )
+
+
+def _check_port(address: str) -> None:
+    """Raises a ValueError if the port is not free, because jax may crash then."""
+    try:
+        socket.create_server(("", int(address.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise ValueError(
+            f"`coordinator_address={address!r}`: cannot listen on this port "
+            f"({error.strerror}). Choose a different port."
+        ) from None

@@ -1,4 +1,4 @@
-"""Phrases for messages: the fields in which processes differ, and lists of them."""
+"""Compares the processes of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,40 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
+from jaxbucket.base.position import DataPosition
+from jaxbucket.base.version import __version__
+
+# jax's settings that change the numbers or the collectives of a program.
+_CONFIG = (
+    *("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+)
 _MAX_LISTED = 8
+
+
+def job_config(
+    position: DataPosition, mesh: Mesh, extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what must be equal in all processes of a job."""
+    return {
+        "version of jaxbucket": __version__,
+        "version of jax": jax.__version__,
+        **{name: str(getattr(jax.config, name)) for name in _CONFIG},
+        "mesh axes": list(mesh.shape.items()),
+        "mesh devices": [device.id for device in mesh.devices.flat],
+        "step": position.step,
+        **_prefixed("plan", position.plan),
+        **_prefixed("data", position.data),
+        **_prefixed("schedule", position.schedule),
+        **extra,
+    }
+
+
+def _prefixed(part: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{part} {name.replace('_', ' ')}": x for name, x in fields.items()}
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
