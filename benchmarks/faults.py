@@ -3,10 +3,10 @@
     python benchmarks/faults.py
     python benchmarks/faults.py --faults 3 --processes 2 --json
 
-After each fault, all other processes must end within the timeout and 15 seconds, and the
-output, jax's or ours, must name the lost process. The run is resumed with a random number of
-processes until it is complete. Its batches must equal the batches of a run without
-faults. The benchmark requires Linux, because it finds the processes in /proc.
+After each fault, all other processes must end within the timeout and 15 seconds, and
+the output, jax's or ours, must name the lost process. The run is resumed with a random
+number of processes until it is complete. Its batches must equal the batches of a run
+without faults. The benchmark requires Linux, because it finds the processes in /proc.
 """
 
 import argparse

@@ -61,8 +61,12 @@ from flax import nnx
 import jaxbucket as jb
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.append(str(pathlib.Path(__file__).parent / "gradients"))
 import documents
 import recipe
+from bias_plot import plot_bias
+from bias_report import BucketBias
+from bucket_bias import bucket_bias
 from learning_report import draw, show
 from learning_ways import WAYS, BatchWays, check_ways, optimizer, update_options
 from transformer import VOCABULARY, Transformer
@@ -197,7 +201,7 @@ class Training:
                 return
             start = time.perf_counter()
 
-    def bias(self, num_steps: int, way: str) -> jb.train.BucketBias:
+    def bias(self, num_steps: int, way: str) -> BucketBias:
         """Measures the gradients of a way to batch after some steps of "spread"."""
         schedule, tx = self.ways["spread"](seed=0), optimizer(self.args, self.ways)
         loader = functools.partial(jb.MeshLoader, self.source, schedule, self.mesh)
@@ -208,7 +212,7 @@ class Training:
             state, _ = steps(state, batch)
         measured = self.ways[way](seed=0)
         later = jb.MeshLoader(self.source, measured, self.mesh, start_step=num_steps)
-        return jb.train.bucket_bias(recipe.loss_fn, state, later)
+        return bucket_bias(recipe.loss_fn, state, later)
 
 
 def without_optimizer(state: jb.train.TrainState) -> jb.train.TrainState:
@@ -222,7 +226,7 @@ def main() -> None:
         bias = Training(args).bias(args.bias, (args.ways or ["spread"])[0])
         print(bias)
         if args.plot:
-            jb.train.plot_bias(bias).savefig(args.plot, dpi=120)
+            plot_bias(bias).savefig(args.plot, dpi=120)
         return
     path = pathlib.Path(args.results)
     done = [json.loads(line) for line in path.open()] if path.exists() else []

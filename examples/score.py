@@ -1,12 +1,11 @@
-"""Scores every example of a dataset, and writes the scores into files in its order.
+"""Scores every example of a dataset, and writes the scores into a file in its order.
 
     python examples/score.py
-    python examples/score.py --output scores
+    python examples/score.py --output scores.npy
 
 The data are the docstrings of numpy. A bigram model of their characters says how
 surprising each docstring is. Examples of similar length are scored together, in a few
-shapes, but the files have the scores in the order of the source. If the job is
-interrupted, the same command resumes it.
+shapes, but the file has the scores in the order of the source.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def predict_fn(model: dict[str, jax.Array], batch: jb.Batch) -> dict[str, jax.Ar
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Score the docstrings of numpy.")
-    parser.add_argument("--output", default="scores", help="the directory to write")
+    parser.add_argument("--output", default="scores.npy", help="the file to write")
     args = parser.parse_args(argv)
 
     texts = docstrings()
@@ -70,12 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = jb.create_state(bigram_model(source), mesh=mesh)
     predict_step = jb.make_predict_step(predict_fn, mesh)
     steps = jb.compile_steps(predict_step, state, batches.specs)
-    outputs = jb.train.write_predictions(
-        args.output, steps, state, batches, sequences=["nats"]
-    )
+    outputs = jb.predict(steps, state, batches, sequences=["nats"])
 
-    # "nats" has a number for each character of all examples, without padding.
-    scores = outputs.arrays["mean"]
+    # "nats" has a number for each character of an example, without padding.
+    scores = np.array([output["mean"] for output in outputs if output])
+    np.save(args.output, scores)
     order = np.argsort(scores)
     names = list(texts)
     print(f"{len(scores)} scores in {args.output}, in nats per character.")

@@ -4,18 +4,13 @@
 the contract of losses, which return sums over rows and reach the rows of other devices
 through `global_rows`. `step` and `accumulation` build train and evaluation steps from a
 loss, for jit, shard_map or `pmap`; a train step combines `gradients` and an `update`.
-`prediction` returns outputs in the order of the source, or `prediction_files` writes
-them into a directory, which `predictions` reads. `checkpoint` saves a state with its
-position in the data, and `calibration` measures step times. `bucket_gradients` measures
-how far batches of one bucket are from the data.
+`prediction` returns outputs in the order of the source. `checkpoint` saves a state with
+its position in the data, and `calibration` measures step times.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
-    from jaxbucket.train.bias_plot import plot_bias as plot_bias
-    from jaxbucket.train.bias_report import BucketBias as BucketBias
-    from jaxbucket.train.bucket_gradients import bucket_bias as bucket_bias
     from jaxbucket.train.calibration import Calibration as Calibration
     from jaxbucket.train.calibration import calibrate as calibrate
     from jaxbucket.train.calibration import calibration_shapes as calibration_shapes
@@ -28,8 +23,6 @@ with _lazy_names(globals()):
     from jaxbucket.train.loss import row_keys as row_keys
     from jaxbucket.train.prediction import make_predict_step as make_predict_step
     from jaxbucket.train.prediction import predict as predict
-    from jaxbucket.train.prediction_files import write_predictions as write_predictions
-    from jaxbucket.train.predictions import Predictions as Predictions
     from jaxbucket.train.state import TrainState as TrainState
     from jaxbucket.train.state import create_state as create_state
     from jaxbucket.train.step import make_eval_step as make_eval_step

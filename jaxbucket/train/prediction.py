@@ -126,7 +126,8 @@ def predict(
     """Returns the outputs for all examples of the source, in the order of the source.
 
     All processes of the mesh must call this function. Each of them returns all outputs.
-    If they do not fit into memory, use `write_predictions`.
+    If they do not fit into memory, run the step in a loop of your own, and take each
+    batch apart by `unbatch`.
 
     Example:
       >>> import jaxbucket as jb

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -93,33 +92,6 @@ def _check_same(batches: train.MeshLoader) -> None:
         raise ValueError(
             "The processes have different batches. Use the same source, plan, lengths, "
             "seed and epoch in all of them."
-        )
-
-
-@contextlib.contextmanager
-def raised_in_all(mesh: Mesh) -> Iterator[None]:
-    """Raises an error of the body in all processes of the mesh, which must enter it.
-
-    If only one process raised it, the others would wait for that one at the next step.
-
-    Args:
-      mesh: the mesh.
-
-    Raises:
-      RuntimeError: if the body raises in another process but not in this one.
-    """
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    failed = values_of_devices(mesh, np.array([error is not None], np.uint32))
-    if error is not None:
-        raise error
-    if failed.any():
-        process = mesh.devices.flat[np.argmax(failed)].process_index
-        raise RuntimeError(
-            f"Process {process} could not write or open the predictions. See its error."
         )
 
 

@@ -149,9 +149,3 @@ def _unclear_axes(name: str, keys: list[str]) -> str:
         f"for each of its padded axes, in their order, for example "
         f"`sequences={remedy}`, or pass `sequences=[]` if no output is padded."
     )
-
-
-def given_names(sequences: Sequences) -> list[str]:
-    """Returns the names of all outputs that `sequences` names."""
-    groups = sequences.values() if isinstance(sequences, Mapping) else [sequences or ()]
-    return [name for names in groups for name in listed_names(names)]

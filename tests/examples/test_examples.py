@@ -193,9 +193,9 @@ def test_own_step_nnx_learns_with_one_trace_per_bucket(example, capsys):
 
 @pytest.mark.exhaustive
 def test_score_writes_a_score_per_example_in_source_order(example, tmp_path, capsys):
-    module, path = example("score"), tmp_path / "scores"
+    module, path = example("score"), tmp_path / "scores.npy"
     module.main(["--output", str(path)])
-    scores, texts = np.load(path / "mean.npy"), list(module.docstrings().values())
+    scores, texts = np.load(path), list(module.docstrings().values())
     assert len(scores) == len(texts) > 100
     source = [
         {"tokens": np.frombuffer(text.encode("ascii", "replace"), np.uint8)}

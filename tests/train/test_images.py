@@ -104,10 +104,6 @@ def test_outputs_for_each_pixel_are_predicted(tmp_path):
     wrong = {"height": ["double", "sum"], "width": ["double"]}
     with pytest.raises(ValueError, match=r"must name outputs of shape \[B, T, ...\]"):
         jb.predict(step, state, batches, sequences=wrong)
-    with pytest.raises(
-        ValueError, match=r"lists \['double'\] for several .* `predict`"
-    ):
-        jb.train.write_predictions(tmp_path / "out", step, state, batches, **options)
 
 
 def collated(height, width):

@@ -215,16 +215,6 @@ def test_components_of_an_update_need_the_same_sums(mesh):
             train()
 
 
-@pytest.mark.exhaustive
-def test_the_bias_of_a_shape_includes_all_its_components(mesh):
-    loader = mixture_of_one_shape(mesh, lengths=(3, 8) * 8)
-    state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
-    bias = jb.train.bucket_bias(loss_fn, state, loader, progress=False)
-    (bucket,) = bias.buckets
-    assert bucket.bucket == loader.schedule.buckets[0]
-    assert bucket.num_batches == 16 < len(loader.schedule)
-
-
 def test_a_longer_bucket_is_one_with_the_same_features(mesh):
     loader = mixture_of_one_shape(mesh)
     state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
@@ -254,7 +244,7 @@ def test_a_longer_bucket_is_one_with_the_same_features(mesh):
 
 
 @pytest.mark.parametrize("kind", ["joined", "mixture"])
-def test_predictions_and_biases_need_a_single_plan(mesh, kind):
+def test_predictions_need_a_single_plan(mesh, kind):
     lengths = [3, 8, 5, 4]
     plans = [jb.BucketPlan.from_shapes([(2 * n, 8)]) for n in (1, 2)]
     schedules = [jb.BatchSchedule(plan, lengths) for plan in plans]
@@ -266,8 +256,6 @@ def test_predictions_and_biases_need_a_single_plan(mesh, kind):
     loader = jb.MeshLoader(source or tokens_of(lengths), schedule, mesh)
     state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
     message = "The schedule has 2 plans, but a single one is needed"
-    with pytest.raises(ValueError, match=message):
-        jb.train.bucket_bias(loss_fn, state, loader, progress=False)
     step = jb.make_predict_step(lambda model, batch: batch.features["tokens"], mesh)
     with pytest.raises(ValueError, match=message):
         jb.predict(step, state, loader, progress=False)

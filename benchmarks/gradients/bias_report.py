@@ -9,23 +9,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-
-from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.table import table_text
-from jaxbucket.train.gradient_estimates import (
+from gradient_estimates import (
     MIN_BATCHES,
     GradientEstimates,
     GradientSamples,
     jackknife_error,
     leave_out,
 )
-from jaxbucket.train.ways_to_batch import (
+from ways_to_batch import (
     NUM_UPDATES,
     SIZES,
     WayToBatch,
     spread_windows,
     ways_to_batch,
 )
+
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.table import table_text
 
 # A mean of updates that is closer to the mean gradient is not worth mentioning.
 _MIN_OFFSET = 0.01

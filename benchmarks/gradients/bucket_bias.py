@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from bias_report import BucketBias
+from gradient_estimates import MIN_BATCHES, GradientSamples
+from gradient_sketch import make_sketch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
@@ -21,11 +24,7 @@ from jaxbucket.base.checks import check_function, check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.steps import compile_steps
-from jaxbucket.schedule.epoch_buckets import epoch_buckets
 from jaxbucket.sharding import prefetch_to_mesh
-from jaxbucket.train.bias_report import BucketBias
-from jaxbucket.train.gradient_estimates import MIN_BATCHES, GradientSamples
-from jaxbucket.train.gradient_sketch import make_sketch
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, sum_over_batch
 from jaxbucket.train.state import TrainState, checked_state
@@ -166,11 +165,12 @@ def _choose(
     schedule = batches.schedule
     epoch = -(-(batches.start_step - schedule.first_step) // len(schedule))
     first = schedule.first_step + epoch * len(schedule)
-    buckets = epoch_buckets(schedule, epoch)
+    steps = range(first, first + len(schedule))
+    bucket_of = [x.bucket for step in steps for x in schedule.micro_batches(step)]
     random = np.random.default_rng(seed)
     counts, chosen = {}, []
-    for index, bucket in enumerate(schedule.plan.buckets):
-        places = np.flatnonzero(buckets == index)
+    for bucket in schedule.plan.buckets:
+        places = np.flatnonzero([x == bucket for x in bucket_of])
         if len(places):
             counts[bucket] = len(places)
             number = min(batches_per_bucket, len(places))

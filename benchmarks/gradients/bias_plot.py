@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from jaxbucket.train.bias_report import BucketBias
+from bias_report import BucketBias
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from gradient_estimates import GradientEstimates
 
 from jaxbucket.schedule.spread_updates import SpreadUpdates
-from jaxbucket.train.gradient_estimates import GradientEstimates
 
 # Updates over which an optimizer with a momentum of 0.9 averages.
 NUM_UPDATES = 10
