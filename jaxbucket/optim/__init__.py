@@ -16,16 +16,13 @@ whose state depends on earlier learning rates; Fromage, which uses its square; a
 Polyak's step and Rprop, which use it only as a bound or an initial value.
 
 `schedule_by_work` counts examples or tokens instead of steps, and `scale_by_adam_sde`
-adapts Adam's moment estimates to the batch size. `average_params` keeps an average of
-the parameters for evaluation.
+adapts Adam's moment estimates to the batch size.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.optim.adam_sde import scale_by_adam_sde as scale_by_adam_sde
-    from jaxbucket.optim.average import average_of as average_of
-    from jaxbucket.optim.average import average_params as average_params
     from jaxbucket.optim.batch_size import scale_by_batch_size as scale_by_batch_size
     from jaxbucket.optim.linearity import is_linear_in_lr as is_linear_in_lr
     from jaxbucket.optim.schedules import scale_schedule as scale_schedule

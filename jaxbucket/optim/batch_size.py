@@ -44,8 +44,7 @@ def scale_by_batch_size(
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by `rule(batch size / base)`.
 
-    Put it last in a chain, after the learning rate (and before `average_params`, which
-    averages the parameters after the whole update). The batch size is an extra argument
+    Put it last in a chain, after the learning rate. The batch size is an extra argument
     of `update`, so the factor always belongs to the batch, even if steps are skipped or
     a run is resumed.
 

@@ -15,7 +15,6 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxbucket.optim.average import average_of, check_average_is_last
 from jaxbucket.sharding import check_mesh, replicate
 from jaxbucket.train.linen_variables import init_linen
 from jaxbucket.train.model_checks import (
@@ -79,31 +78,6 @@ class TrainState:
         if isinstance(self.variables, tuple):
             return params
         return {"params": params, **self.variables}
-
-    @property
-    def average(self) -> TrainState:
-        """This state with the averages of its parameters, for evaluation.
-
-        Everything else is shared with this state. To train from it, copy it:
-        `create_state(state.average, tx, mesh)`.
-
-        Raises:
-          ValueError: if the optimizer does not contain `jb.optim.average_params`.
-        """
-
-        def replaced(average: Any, param: Any) -> Any:
-            if isinstance(average, optax.MaskedNode):
-                return param
-            # Copied, because a state with the same buffer twice could not be donated.
-            return jnp.array(average, param.dtype)
-
-        params = jax.tree.map(
-            replaced,
-            average_of(self.opt_state),
-            self.params,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-        )
-        return dataclasses.replace(self, params=params)
 
 
 def create_state(
@@ -170,8 +144,8 @@ def create_state(
       ValueError: if `model` is neither a module nor parameters; if it is a Linen module
         and there is no `sample`; if an argument does not apply to this kind of model;
         if parameters contain variables that are not parameters; if `wrt` selects no
-        parameters; if `loss_scale` is out of range; if `average_params` is not the last
-        transformation of `tx`; or if the model differs between processes.
+        parameters; if `loss_scale` is out of range; or if the model differs between
+        processes.
     """
     if tx is not None:
         check_optimizer(tx)
@@ -217,7 +191,6 @@ def create_state(
     if wrt is not None and not jax.tree.leaves(params):
         raise _nothing_selected(wrt, frozen)
     opt_state = () if tx is None else tx.init(params)
-    check_average_is_last(opt_state)
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

@@ -239,25 +239,6 @@ def test_a_state_owns_its_arrays():
     assert w.tolist() == [1, 1, 1]
 
 
-def test_several_averages_are_refused():
-    average = optax.chain(optax.sgd(1.0), jb.optim.average_params(0.5))
-    tx = optax.partition({"a": average, "b": average}, {"x": "a", "y": "b"})
-    state = jb.create_state({"x": np.ones(2), "y": np.ones(2)}, tx)
-    with pytest.raises(ValueError, match="`opt_state` has 2 averages of parameters"):
-        _ = state.average
-
-
-def test_parameters_without_an_average_are_taken_as_they_are():
-    average = optax.masked(jb.optim.average_params(0.5), {"w": True, "table": False})
-    tx = optax.chain(optax.sgd(1.0), average)
-    state = jb.create_state({"w": np.ones(2), "table": {"x": np.ones(3)}}, tx)
-    moved = dataclasses.replace(
-        state, params=jax.tree.map(lambda x: x + 1, state.params)
-    )
-    expected = {"w": np.ones(2), "table": {"x": np.full(3, 2)}}
-    jax.tree.map(np.testing.assert_array_equal, moved.average.params, expected)
-
-
 class Normalized(nnx.Module):
     def __init__(self):
         self.norm = jb.layers.NnxBatchNorm(1, rngs=nnx.Rngs(0))
@@ -634,19 +615,13 @@ def test_a_state_may_leave_its_loss_scale_behind():
 
 
 SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
-WITH_AVERAGE = optax.chain(SGD, jb.optim.average_params(0.5))
 
 
 @pytest.mark.parametrize(
     ("of_state", "of_step", "message"),
     [
-        (
-            WITH_AVERAGE,
-            SGD,
-            r"`state.opt_state\[1\].* is of shape \[\], but absent",
-        ),
         (MOMENTUM, SGD, "another optimizer than the step.*but absent in"),
-        (SGD, WITH_AVERAGE, "is missing, but of shape .* Pass the same `tx`"),
+        (SGD, MOMENTUM, "is missing, but of shape .* Pass the same `tx`"),
         (None, SGD, "`state` has no optimizer. Make it with the one of the step"),
     ],
 )

@@ -4,6 +4,7 @@ A frozen layer, batch normalization and dropout; Adam, an average of the paramet
 a dynamic loss scale. The tests import this module, and so do the processes they start.
 """
 
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -95,8 +96,13 @@ def make_schedule(source: Any, accumulate: int) -> jb.BatchSchedule:
     return jb.BatchSchedule(plan, lengths, seed=1, accumulate=accumulate)
 
 
-def make_optimizer() -> optax.GradientTransformationExtraArgs:
-    return optax.chain(optax.adam(1e-2), jb.optim.average_params(DECAY))
+def make_optimizer() -> optax.GradientTransformation:
+    return optax.adam(1e-2)
+
+
+@jax.jit
+def move_average(average: Any, state: jb.train.TrainState) -> Any:
+    return optax.incremental_update(state.params, average, 1 - DECAY)
 
 
 def values(tree: Any) -> dict[str, Any]:
@@ -145,6 +151,7 @@ def train(
         loss_fn, tx, mesh, mode=mode, seed=5, accumulate=accumulate > 1
     )
     state = new_state()
+    average = jax.tree.map(jnp.copy, state.params)
     initial = values(state.model)
     steps = jb.compile_steps(step_fn, state, batches.specs, progress=False)
     eval_step = jb.make_eval_step(loss_fn, mesh, mode=mode)
@@ -152,25 +159,31 @@ def train(
     for number, batch in enumerate(batches):
         if number == half and folder is not None:
             with jb.Checkpoints(folder, processes=processes) as checkpoints:
-                checkpoints.save(state, batches.position(number))
+                saved = {"state": state, "average": average}
+                checkpoints.save(saved, batches.position(number))
             break
         state, metrics = steps(state, batch)
+        average = move_average(average, state)
         losses.append(float(metrics["loss"]))
     if folder is not None:
         with jb.Checkpoints(folder, processes=processes) as checkpoints:
-            state, position, _ = checkpoints.restore(new_state())
+            new = {"state": new_state(), "average": new_state().params}
+            saved, position, _ = checkpoints.restore(new)
+        state, average = saved["state"], saved["average"]
         for batch in batches.resume(position):
             state, metrics = steps(state, batch)
+            average = move_average(average, state)
             losses.append(float(metrics["loss"]))
     last = batch if accumulate == 1 else batch[-1]
+    averaged = dataclasses.replace(state, params=average)
     return {
         "initial": initial,
         "losses": losses,
         "model": values(state.model),
-        "average": values(state.average.params),
+        "average": values(average),
         "loss_scale": float(state.loss_scale.scale),
         "evaluated": float(eval_step(state, last)["loss"]),
-        "evaluated_average": float(eval_step(state.average, last)["loss"]),
+        "evaluated_average": float(eval_step(averaged, last)["loss"]),
     }
 
 
@@ -182,7 +195,7 @@ def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
     statistics = {name: state.pop(name) for name in ("norm/mean", "norm/var")}
     frozen = {name: state.pop(name) for name in ("body/kernel", "body/bias")}
     tx = optax.adam(1e-2)
-    opt_state, after, losses = tx.init(state), [], []
+    opt_state, average, losses = tx.init(state), state, []
     for step in range(len(schedule)):
         loss_sum, weight = 0.0, 0
         grads = jax.tree.map(jnp.zeros_like, state)
@@ -204,12 +217,7 @@ def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
         grads = jax.tree.map(lambda x, n=weight: x / n, grads)
         updates, opt_state = tx.update(grads, opt_state)
         state = optax.apply_updates(state, updates)
-        after.append(state)
-    weights = DECAY ** np.arange(len(after))[::-1].astype(DTYPE)
-    weights /= weights.sum()
-    average = jax.tree.map(
-        lambda *xs: sum(w * x for w, x in zip(weights, xs, strict=True)), *after
-    )
+        average = jax.tree.map(lambda x, y: DECAY * x + (1 - DECAY) * y, average, state)
     last = examples, statistics, frozen
     return {
         "losses": losses,
