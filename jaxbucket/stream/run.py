@@ -1,90 +1,135 @@
-"""The inputs of a stream iterator: the stream, its plans and options."""
+"""The inputs of a stream's iterators: the examples, the plans and the options."""
 
 from __future__ import annotations
 
 import bisect
-import copy
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
-import grain
-
+from jaxbucket.base.batch import RowShard
+from jaxbucket.base.checks import check_accumulate, check_choice, check_positive
+from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.process_group import ProcessGroup
-from jaxbucket.data.example import Example
-from jaxbucket.data.transform import StreamTransform
-from jaxbucket.stream.drift import OnDrift
-from jaxbucket.stream.epochs import Stream, open_epoch, slice_stream
-from jaxbucket.stream.options import Options
+from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.overlong import LengthLimits
-from jaxbucket.stream.phases import Phase
+from jaxbucket.stream.packed_pool import PackedPool
+from jaxbucket.stream.phases import Phase, Plans, Samples, make_phases
+from jaxbucket.stream.pool import PaddedPool, Pool
 from jaxbucket.stream.reader import StreamReader
+
+Policy: TypeAlias = Literal["closest", "first"]
 
 # The number of snapshots of the stream per `pool_size` examples.
 _SNAPSHOTS_PER_POOL = 8
+# The number of pools of examples that may arrive while an example is pending.
+_POOLS_TO_WAIT = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StreamRun:
-    """A stream, with its plans and options."""
+    """The inputs of a stream's iterators; `stream_batches` documents each field."""
 
-    dataset: Stream
-    phases: tuple[Phase, ...]  # In the order of their first steps.
-    options: Options
-    like: Example | None
-    on_drift: OnDrift | None
-    processes: ProcessGroup | None  # The processes that end their streams together.
-    first_step: int = 0  # The first step of this worker.
-    step_stride: int = 1  # The distance between two steps of this worker.
+    examples: ExampleStream
+    plan: Plans
+    lengths: Samples | None
+    pool_size: int
+    policy: Policy
+    shard: RowShard
+    processes: ProcessGroup | None
+    accumulate: int
+    group: Group
+    num_steps: int | None
+    max_segments: int | None
 
-    def sliced(self, sl: slice, sequential_slice: bool) -> StreamRun:
-        """Returns the run of a worker, with its share of the stream and the steps."""
-        if isinstance(self.dataset, grain.IterDataset):
-            slice_stream(self.dataset, sl, sequential_slice)
-        return dataclasses.replace(
-            self,
-            first_step=self.first_step + (sl.start or 0) * self.step_stride,
-            step_stride=self.step_stride * (sl.step or 1),
-        )
+    def __post_init__(self):
+        check_positive("pool_size", self.pool_size)
+        check_choice("policy", self.policy, get_args(Policy))
+        check_accumulate(self.accumulate)
+        check_choice("group", self.group, GROUPS)
+        for name, value in {
+            "num_steps": self.num_steps,
+            "max_segments_per_row": self.max_segments,
+        }.items():
+            if value is not None:
+                check_positive(name, value)
+        # Checks the plans and the sequences.
+        self.examples.listed_sequences(self.phases[0].plan.sequences)
+        self._check_processes()
 
-    def open_epoch(self, epoch: int) -> grain.IterDataset:
-        """Returns this worker's stream of an epoch."""
-        dataset = open_epoch(self.dataset, epoch, self.options.seed)
-        if self.step_stride > 1 and not isinstance(self.dataset, grain.IterDataset):
-            dataset = copy.deepcopy(dataset)
-            slice_stream(dataset, slice(self.first_step, None, self.step_stride), False)
-        return dataset
+    def _check_processes(self) -> None:
+        if self.processes is not None and not hasattr(self.processes, "gather"):
+            raise ValueError(
+                f"`processes={self.processes!r}` has no `gather` method. Pass the "
+                "`Processes` of the run."
+            )
+        is_alone = self.has_all_rows or self.processes is not None
+        if not is_alone and self.num_steps is None:
+            raise ValueError(
+                "`processes` is missing. This process has only a part of the rows and "
+                "cannot see when the streams of the others end. Pass the `Processes` "
+                "of the run, or `num_steps`."
+            )
 
-    def new_reader(self) -> StreamReader:
-        """Returns a reader at the start of the stream."""
-        options, plan = self.options, self.phases[0].plan
-        has_whole_stream = options.is_single_process and self.step_stride == 1
-        return StreamReader(
-            open_epoch=self.open_epoch,
-            num_epochs=options.num_epochs,
-            limits=LengthLimits.of_plan(plan, options.sequences),
-            transform=StreamTransform(
-                options.transform,
-                options.seed,
-                options.shard.parts[0],
-                self.first_step,
-            ),
-            snapshot_every=max(1, options.pool_size // _SNAPSHOTS_PER_POOL),
-            # A worker's share may be empty, but an empty stream must not be repeated
-            # forever.
-            allow_empty=options.num_epochs is not None and not has_whole_stream,
-        )
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases, in the order of their first steps."""
+        return make_phases(self.plan, self.lengths, self)
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether this process has all rows of every batch."""
+        return len(self.shard.parts) == self.shard.num_parts
+
+    @property
+    def meets(self) -> bool:
+        """Whether processes exchange the status of their streams."""
+        if self.processes is None:
+            return False
+        return self.processes.count > 1 or not self.has_all_rows
 
     @property
     def num_processes(self) -> int | None:
         """The number of processes that read parts of the stream; None if not known."""
         if self.processes is not None:
             return self.processes.count
-        return 1 if self.options.is_single_process else None
+        return 1 if self.has_all_rows else None
 
-    def global_step(self, local_step: int) -> int:
-        """Converts a step of this worker to a global step."""
-        return self.first_step + local_step * self.step_stride
+    @property
+    def max_wait(self) -> int:
+        """The number of later examples after which a pending example is overdue."""
+        return _POOLS_TO_WAIT * self.pool_size
+
+    @property
+    def buckets_per_step(self) -> int:
+        """The number of buckets that are chosen in a step."""
+        return self.accumulate if self.group == "mixed" else 1
+
+    @property
+    def micro_batches_per_bucket(self) -> int:
+        """The number of micro-batches that are filled for each chosen bucket."""
+        return self.accumulate // self.buckets_per_step
+
+    def new_pool(self, phase: Phase) -> Pool:
+        """Returns an empty pool for the plan of a phase."""
+        if self.max_segments is None:
+            return PaddedPool(phase.plan)
+        return PackedPool(phase.plan, self.max_segments, self.policy == "closest")
+
+    def new_reader(self) -> StreamReader:
+        """Returns a reader at the start of the stream."""
+        plan, examples = self.phases[0].plan, self.examples
+        sequences = examples.listed_sequences(plan.sequences)
+        return StreamReader(
+            examples=examples,
+            limits=LengthLimits.of_plan(plan, sequences),
+            part=self.shard.parts[0],
+            snapshot_every=max(1, self.pool_size // _SNAPSHOTS_PER_POOL),
+            # A process's share may be empty, but an empty stream must not be repeated
+            # forever.
+            allow_empty=examples.num_epochs is not None and not self.has_all_rows,
+        )
 
     def phase_at(self, step: int) -> Phase:
         """Returns the phase of a step."""
@@ -97,21 +142,24 @@ class StreamRun:
         return min(first_steps, default=math.inf)
 
     def config(self, before: float = math.inf) -> dict[str, Any]:
-        """Returns the options and plans that the batches before a step depend on.
+        """Returns what the batches before a step depend on, equal in all processes.
 
         The values are plain Python for JSON.
         """
         return {
-            **self.options.config(),
-            "plans": self._plans(0, max(before, 1)),
-            "processes_meet": self.processes is not None,
+            **self.examples.config(self.phases[0].plan.sequences),
+            "pool_size": self.pool_size,
+            "policy": self.policy,
+            "parts": self.shard.num_parts,
+            "accumulate": self.accumulate,
+            "group": self.group,
+            "max_segments_per_row": self.max_segments,
+            "processes_meet": self.meets,
+            "plans": self.plans(0, max(before, 1)),
         }
 
-    def later_plans(self, step: int) -> str:
-        """Returns a description of the plans that no batch before a step depends on."""
-        return self._plans(max(step, 1), math.inf)
-
-    def _plans(self, start: float, end: float) -> str:
+    def plans(self, start: float, end: float) -> str:
+        """Returns a description of the plans that begin within a range of steps."""
         return ", ".join(
             f"{phase.fingerprint[:16]} from step {phase.first_step}"
             for phase in self.phases

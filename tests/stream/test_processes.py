@@ -52,13 +52,12 @@ def stream(index):
 
 def batches_of(stream, **options):
     return jb.stream_batches(
-        stream,
+        jb.stream.ExampleStream(stream, **options),
         plan,
         pool_size=32,
         lengths=lengths[:100],
         shard=jb.sharding.local_rows(mesh),
         processes=processes,
-        **options,
     )
 
 
@@ -156,22 +155,26 @@ TOGETHER = (
 
     # Equal examples, as for measurements, are not repetitions.
     equal = [{"tokens": np.zeros(4, np.int32), "index": np.int32(0)}] * 40
-    loader = jb.stream.from_loader(equal, shard=jb.sharding.local_rows(mesh))
+    loader = jb.stream.from_loader(equal, dict, shard=jb.sharding.local_rows(mesh))
     record("equal", sum(1 for _ in batches_of(loader)) > 0)
 
-    # Two streams in turn; the loop loads ahead of the state that it saves.
+    # Two streams in turn, mixed by Grain.
     parts = {name: batches_of(stream(processes.index)) for name in ("a", "b")}
-    mixture = jb.stream.StreamMixture(parts, {"a": 2, "b": 1})
-    processes.check_agreement(mixture.position(0), mesh)
-    mixed, served, saved = iter(mixture), [], None
-    for step, batch in enumerate(jb.sharding.prefetch_to_mesh(mixed, mesh), 1):
+    mixture = grain.IterDataset.mix(parts, {"a": 2, "b": 1})
+    mixed, states = iter(mixture), [None]
+
+    def drawn():
+        for batch in mixed:
+            states.append(json.dumps(mixed.get_state()))
+            yield batch
+
+    served = []
+    for batch in jb.sharding.prefetch_to_mesh(drawn(), mesh):
         state, metrics = steps(state, batch)
         served.append((str(batch.bucket), indices(batch)))
-        if step == 4:
-            saved = json.dumps(mixed.state_before(step))
     record("mixed buckets", [bucket for bucket, _ in served])
     again = iter(mixture)
-    again.set_state(json.loads(saved))
+    again.set_state(json.loads(states[4]))
     again = jb.sharding.prefetch_to_mesh(again, mesh)
     rest = [(str(x.bucket), indices(x)) for x in again]
     record("mixed", rest == served[4:], len(rest) > 2)
@@ -224,7 +227,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output
-    assert "process 1" in run.output and "Example 110 of epoch 0" in run.output
+    assert "process 1" in run.output and "example 110 of epoch 0" in run.output
 
 
 def check_rows_of_pairs(processes: list[list[dict]]) -> None:
@@ -349,13 +352,14 @@ with jb.Processes(timeout=4) as processes:
     part = [example(i) for i in range(first, first + COUNTS[processes.index])]
     sequences = {"source": ["source"], "target": ["target", "weights"]}
     dataset = jb.stream_batches(
-        jb.stream.from_loader(part),
+        jb.stream.ExampleStream(
+            jb.stream.from_loader(part, dict), sequences=sequences
+        ),
         plan,
         pool_size=32,
         lengths={name: column[:60] for name, column in lengths.items()},
         shard=jb.sharding.local_rows(mesh),
         processes=processes,
-        sequences=sequences,
     )
     processes.check_agreement(dataset.position(0), mesh)
     tx = optax.adam(1e-2)

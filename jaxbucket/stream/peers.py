@@ -60,10 +60,8 @@ def check_different_examples(statuses: Sequence[PeerStatus]) -> None:
             raise ValueError(
                 f"Processes {first} and {index} fill different rows, but their streams "
                 f"begin with the same {status.arrived} examples, so examples would be "
-                "repeated. Check that each process reads its own part: "
-                "`from_loader(loader, shard=jb.sharding.local_rows(mesh))` divides a "
-                "loader that is the same in all processes; any other loader must "
-                "depend on the index of the process."
+                "repeated. Read a different part in each process, for example with "
+                "`from_loader(..., shard=jb.sharding.local_rows(mesh))`."
             )
 
 

@@ -1,9 +1,9 @@
-"""Rounds of steps, between which processes exchange the status of their streams.
+"""Keeps the processes of a run in the same bucket at every step.
 
-Until streams end, the bucket of a step depends only on `BucketSequence`. Every few
-steps, processes exchange whether their stream has ended and which rows their pending
-examples need. Once all streams have ended, every process computes the same cheapest
-batches that drain all pools.
+A *round* is a range of steps whose buckets all processes know in advance. Until streams
+end, these are those of `BucketSequence`. Between rounds, processes exchange whether
+their stream has ended and which rows their pending examples need. Once all streams have
+ended, every process computes the same cheapest batches that drain all pools.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from jaxbucket.base.digest import digest
 from jaxbucket.data.example import Example, Features, feature_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drain import cheapest_batches
-from jaxbucket.stream.peer_status import (
+from jaxbucket.stream.loader import add_checksum
+from jaxbucket.stream.peers import (
     PeerStatus,
     check_different_examples,
     check_same_config,
 )
 from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.pool import Pool
-from jaxbucket.stream.reader import StreamReader, add_checksum
+from jaxbucket.stream.reader import StreamReader
 from jaxbucket.stream.run import StreamRun
 
 # The largest number of steps in a round, before and after the first stream ends.
@@ -64,7 +65,7 @@ class Round(NamedTuple):
         return phase.plan.buckets.index(filler_bucket(phase.plan))
 
 
-class StreamRounds:
+class Lockstep:
     """The rounds of one iterator.
 
     Args:
@@ -92,7 +93,7 @@ class StreamRounds:
         """Returns the round of a step; waits for all processes if a new one starts.
 
         Args:
-          step: the step of the run.
+          step: the step.
           phase: the phase of the step.
           pool: the pending examples of this process.
           reader: the reader of the stream of this process.
@@ -102,13 +103,14 @@ class StreamRounds:
           ValueError: in all processes, if they do not batch in the same way, or if
             processes with different rows read the same examples.
         """
-        if self._run.processes is None:
+        if not self._run.meets:
             return Round(0, math.inf, 0, None)
         last = self._rounds[-1] if self._rounds else None
         is_known = last and (last.first <= step < last.end or last.is_over)
         if last and is_known and self._is_checked:
             return last
-        status = self._status(step, phase, pool, reader, template)
+        assert self._run.processes is not None
+        status = self._status(step, pool, reader, template)
         replies = self._run.processes.gather(self._name, status.to_json())
         statuses = [PeerStatus.from_json(text) for text in replies]
         check_same_config(statuses)
@@ -121,14 +123,8 @@ class StreamRounds:
         return self._rounds[-1]
 
     def _status(
-        self,
-        step: int,
-        phase: Phase,
-        pool: Pool,
-        reader: StreamReader,
-        template: Example | None,
+        self, step: int, pool: Pool, reader: StreamReader, template: Example | None
     ) -> PeerStatus:
-        options = self._run.options
         pending = pool.pending()
         lengths = [example.lengths for example in pending]
         compared = [] if self._is_checked else pending
@@ -136,11 +132,11 @@ class StreamRounds:
             config={
                 "step": step,
                 "round": self.round_at(step),
-                "num_steps": options.num_steps,
-                "num_epochs": options.num_epochs,
+                "num_steps": self._run.num_steps,
+                "num_epochs": self._run.examples.num_epochs,
                 **self._run.config(),
             },
-            parts=list(options.shard.parts),
+            parts=list(self._run.shard.parts),
             pool_digest=digest(np.array(lengths, "<i8").data),
             ended=reader.ended,
             shortest=pool.first_bucket(),
@@ -154,56 +150,40 @@ class StreamRounds:
     def _new_round(
         self, step: int, phase: Phase, statuses: Sequence[PeerStatus]
     ) -> Round:
-        phase_end, options = self._run.phase_end(step), self._run.options
+        phase_end, run = self._run.phase_end(step), self._run
         min_bucket = min(status.shortest for status in statuses)
         if not all(status.ended for status in statuses):
             # Short enough that no pool runs empty before all processes know the end.
-            needed = max(phase.rows) * options.accumulate * (phase.max_segments or 1)
-            steps = max(_STEPS_AT_END, min(_STEPS, options.pool_size // needed))
+            needed = max(phase.rows) * run.accumulate * (run.max_segments or 1)
+            steps = max(_STEPS_AT_END, min(_STEPS, run.pool_size // needed))
             if any(status.ended for status in statuses):
                 steps = _STEPS_AT_END
             return Round(step, min(step + steps, phase_end), min_bucket, None)
-        batches = options.micro_batches_per_bucket
-        rows = np.array(phase.rows) // len(options.shard.parts) * batches
+        batches = run.micro_batches_per_bucket
+        rows = np.array(phase.rows) // len(run.shard.parts) * batches
         needed = [status.rows_needed for status in statuses]
         num_parts = [len(status.parts) for status in statuses]
         counts = cheapest_batches(phase.plan, needed, num_parts, rows)
         # The longest bucket comes first, so that shorter examples can fill its rows.
         # If overdue examples take the rows of others, these need another round.
         drain = [(k, counts[k]) for k in reversed(range(len(rows))) if counts[k]]
-        steps = -(-sum(counts) // options.buckets_per_step)
+        steps = -(-sum(counts) // run.buckets_per_step)
         return Round(step, min(step + steps, phase_end), min_bucket, drain)
 
     def round_at(self, step: int) -> Round | None:
         """Returns the round of a step; None if the step is the first of a round."""
         return next((x for x in self._rounds if x.first < step < x.end), None)
 
-    def checked(self, step: int, current: Round | None) -> Round | None:
-        """Returns the round of a saved state that goes on under the present plans.
+    def restore(self, step: int, current: Round | None) -> None:
+        """Continues at a step.
 
         Args:
           step: the next step.
           current: the round of the step; None if the step is the first of a round.
-
-        Raises:
-          ValueError: if the round has buckets that the plan does not have.
         """
-        phase = self._run.phase_at(step)
-        # A plan that was adopted after the state was saved starts a new round.
-        if current is None or current.first < phase.first_step:
-            return None
-        buckets = [current.min_bucket, *(bucket for bucket, _ in current.drain or [])]
-        if max(buckets) >= len(phase.plan):
-            raise ValueError(
-                f"`state` is truncated or modified: its round has bucket "
-                f"{max(buckets)}, but the plan has {len(phase.plan)} buckets. Restore "
-                "an earlier checkpoint."
-            )
-        return current._replace(end=min(current.end, self._run.phase_end(step)))
-
-    def restore(self, current: Round | None) -> None:
-        """Restores a round from `checked`; None if the next step starts a new one."""
         self._is_checked = False
         self._rounds.clear()
-        if current is not None:
-            self._rounds.append(current)
+        # A plan that was adopted after the state was saved starts a new round.
+        if current and current.first >= self._run.phase_at(step).first_step:
+            end = min(current.end, self._run.phase_end(step))
+            self._rounds.append(current._replace(end=end))
