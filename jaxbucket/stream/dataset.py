@@ -31,9 +31,8 @@ from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.stream.examples import EpochDataset, ExampleStream, as_stream
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.overlong import LengthLimits
-from jaxbucket.stream.phases import Plans, Samples
 from jaxbucket.stream.reader import StreamReader
-from jaxbucket.stream.run import Policy, StreamRun
+from jaxbucket.stream.run import Plans, Policy, Samples, StreamRun
 
 # Numbers the streams of a run, in the same order in all processes.
 _stream_numbers = itertools.count()

@@ -6,7 +6,7 @@ import collections
 import warnings
 
 from jaxbucket.stream.overlong import ExampleLengths
-from jaxbucket.stream.phases import Phase
+from jaxbucket.stream.run import Phase
 
 # The number of recent lengths, and of examples whose padding is compared.
 _WINDOW = 16_384

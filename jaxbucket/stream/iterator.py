@@ -17,9 +17,8 @@ from jaxbucket.data.example import Example, example_from_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
 from jaxbucket.stream.lockstep import Lockstep
-from jaxbucket.stream.phases import Phase
 from jaxbucket.stream.reader import PooledExample, StreamCounts, naming
-from jaxbucket.stream.run import StreamRun
+from jaxbucket.stream.run import Phase, StreamRun
 from jaxbucket.stream.state import StreamState
 
 # The number of steps that a loop may load ahead of the step that it saves.

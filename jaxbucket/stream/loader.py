@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -111,9 +113,9 @@ class LoaderDataset(grain.IterDataset[Example]):
         super().__init__()
         self._loader = loader
         self._to_example = to_example
-        self._shard = shard
         self._resume = resume
         self._is_read = False
+        self.shard = shard
         self._beginning = self.loader_state()
         # Stands for the iterator that has moved the loader, which has only one state.
         # (PyTorch waits for its workers if a cycle of objects owns them.)
@@ -124,16 +126,7 @@ class LoaderDataset(grain.IterDataset[Example]):
 
     def loader_state(self) -> str | None:
         """Returns where the loader is, as JSON; None without `resume`."""
-        if self._resume is None:
-            return None
-        state = self._resume.state_dict()
-        try:
-            return json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"The state of `resume` is not JSON serializable: {error}. Convert it "
-                "to plain Python in `state_dict`, and back in `load_state_dict`."
-            ) from error
+        return None if self._resume is None else json.dumps(self._resume.state_dict())
 
     def open(self, state: str | None, reader: object) -> Iterator[Any]:
         """Returns an iterator over the loader.
@@ -163,17 +156,8 @@ class LoaderDataset(grain.IterDataset[Example]):
             self._resume.load_state_dict(json.loads(state))
 
     def is_moved_by_another(self, reader: object) -> bool:
-        """Whether another iterator has moved the loader, which has only one state."""
-        return self._resume is not None and self.reader not in (None, reader)
-
-    def has(self, index: int) -> bool:
-        """Whether an element belongs to this process."""
-        return index % self.num_parts in self._shard.parts
-
-    @property
-    def num_parts(self) -> int:
-        """The number of parts that the elements are divided into."""
-        return self._shard.num_parts
+        """Whether another iterator has moved the loader since this one was opened."""
+        return self._resume is not None and self.reader is not reader
 
     def examples(self, element: Any) -> list[Example]:
         """Returns the examples of an element.
@@ -201,7 +185,7 @@ class LoaderDataset(grain.IterDataset[Example]):
 class LoaderIterator(grain.DatasetIterator[Example]):
     """Iterates over the examples of a loader.
 
-    Its state is a state of the loader, and the number of elements to skip from there.
+    Its state is a state of the loader, and the number of elements to read from there.
     """
 
     def __init__(self, dataset: LoaderDataset):
@@ -215,33 +199,30 @@ class LoaderIterator(grain.DatasetIterator[Example]):
         self._loader_state = loader_state
         # The index of the first element after this state, and the number read since.
         self._first, self._num_read = first, 0
-        # The examples of the last element, of which the first `_taken` are taken.
+        # The examples of the last element, and the number of them that are taken.
         self._examples: list[Example] = []
-        self._taken = 0
+        self._num_taken = 0
         self._checksums: collections.deque[int] = collections.deque(maxlen=_COMPARED)
 
     def __next__(self) -> Example:
         self._assert_not_closed()
-        if self._iterator is not None and self._dataset.is_moved_by_another(
-            self._token
-        ):
+        is_open = self._iterator is not None
+        if is_open and self._dataset.is_moved_by_another(self._token):
             self.set_state(self.get_state())
-        while self._taken == len(self._examples):
+        while self._num_taken == len(self._examples):
             self._save_loader_state()
             self._read_element()
-        self._taken += 1
-        return self._examples[self._taken - 1]
+        self._num_taken += 1
+        return self._examples[self._num_taken - 1]
 
     def _save_loader_state(self) -> None:
-        # The state before the first element is that of the epoch before in some
-        # loaders, so it is not used.
+        # Before the first element, some loaders have the state of the last epoch.
         every = _SAVED_EVERY if self._loader_state else 1
-        if self._num_read < every:
-            return
-        state = self._dataset.loader_state()
+        state = self._dataset.loader_state() if self._num_read >= every else None
         if state is not None:
             self._loader_state = state
             self._first, self._num_read = self._first + self._num_read, 0
+            self._examples, self._num_taken = [], 0
             self._checksums.clear()
 
     def _read_element(self, convert: bool = True) -> None:
@@ -250,20 +231,19 @@ class LoaderIterator(grain.DatasetIterator[Example]):
             self._iterator = self._dataset.open(self._loader_state, self._token)
         element, index = next(self._iterator), self._first + self._num_read
         self._num_read += 1
-        self._examples, self._taken = [], 0
-        if convert and self._dataset.has(index):
+        self._examples, self._num_taken = [], 0
+        shard = self._dataset.shard
+        if convert and index % shard.num_parts in shard.parts:
             self._examples = self._dataset.examples(element)
-            self._checksums.append(_checksum(self._examples))
+            self._checksums.append(functools.reduce(add_checksum, self._examples, 0))
 
     def get_state(self) -> dict[str, Any]:
         """Returns the state, as plain Python for JSON."""
-        is_inside = self._taken < len(self._examples)
         return {
             "loader": self._loader_state,
             "first": self._first,
-            "skip": self._num_read - is_inside,
-            "taken": self._taken if is_inside else 0,
-            "inside": is_inside,
+            "read": self._num_read,
+            "taken": self._num_taken,
             "checksum": zlib.crc32(str(list(self._checksums)).encode()),
         }
 
@@ -275,18 +255,12 @@ class LoaderIterator(grain.DatasetIterator[Example]):
             over only once.
         """
         self._start(state["loader"], state["first"])
-        num_read = state["skip"] + state["inside"]
-        for number in range(num_read):
-            is_compared = number >= num_read - _COMPARED * self._dataset.num_parts
-            try:
-                self._read_element(convert=is_compared)
-            except StopIteration:
-                raise ValueError(
-                    f"`loader` has fewer than the {self._first + num_read} elements "
-                    "that had been read. It must yield the same elements again."
-                ) from None
-        self._taken = state["taken"] if state["inside"] else len(self._examples)
-        if self.get_state()["checksum"] != state["checksum"]:
+        not_compared = state["read"] - _COMPARED * self._dataset.shard.num_parts
+        with contextlib.suppress(StopIteration):
+            for number in range(state["read"]):
+                self._read_element(convert=number >= not_compared)
+        self._num_taken = state["taken"]
+        if self.get_state() != state:
             raise ValueError(
                 "`loader` yields other elements than before the state was saved, or "
                 "the same ones in another order. It must yield the same elements "
@@ -298,13 +272,6 @@ class LoaderIterator(grain.DatasetIterator[Example]):
         if not self._closed and self._dataset.reader is self._token:
             self._dataset.move()
         super().close()
-
-
-def _checksum(examples: Iterable[Example]) -> int:
-    checksum = 0
-    for example in examples:
-        checksum = add_checksum(checksum, example)
-    return checksum
 
 
 def add_checksum(checksum: int, example: Example) -> int:

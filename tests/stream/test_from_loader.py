@@ -386,13 +386,6 @@ def test_wrong_arguments_are_named(loader, to_example, options, argument):
         list(jb.stream.from_loader(loader, to_example, **options))
 
 
-def test_a_state_that_is_not_json_is_refused():
-    loader = GoesOn(make_examples())
-    loader.index = np.int64(0)
-    with pytest.raises(ValueError, match="`resume`"):
-        jb.stream.from_loader(loader, dict, resume=loader)
-
-
 def test_a_generator_is_read_once():
     dataset = jb.stream.from_loader((x for x in make_examples()), dict)
     iterator = iter(dataset)
