@@ -219,16 +219,6 @@ class StreamDataset(grain.IterDataset[Batch]):
         )
 
     @property
-    def accumulate(self) -> int:
-        """The number of micro-batches in a step."""
-        return self._run.accumulate
-
-    @property
-    def shard(self) -> RowShard:
-        """The rows of this process."""
-        return self._run.shard
-
-    @property
     def plan(self) -> BucketPlan:
         """The plan of the first step."""
         return self._run.phases[0].plan

@@ -75,7 +75,8 @@ class ExampleStream:
     seed: int = 0
 
     def __post_init__(self):
-        check_dataset("`dataset`", self.dataset, EpochDataset)
+        if not callable(self.dataset):
+            check_dataset("`dataset`", self.dataset)
         if self.num_epochs is not None:
             self._set("num_epochs", check_positive("num_epochs", self.num_epochs))
         self._set("pad_value", check_pad_value(self.pad_value))
@@ -133,23 +134,14 @@ def as_stream(dataset: ExampleStream | grain.IterDataset | EpochDataset):
     return dataset if isinstance(dataset, ExampleStream) else ExampleStream(dataset)
 
 
-def check_dataset(name: str, dataset: Any, *more: Any) -> None:
-    """Raises a ValueError with a remedy if something is not a dataset of a stream.
-
-    Args:
-      name: what it is, for the message.
-      dataset: the value to check.
-      *more: `EpochDataset`, if it may be a function as well.
-    """
-    is_function = callable(dataset) and bool(more)
-    if isinstance(dataset, grain.IterDataset) or is_function:
-        return
-    raise ValueError(
-        f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass "
-        "`grain.MapDataset.source(examples).to_iter_dataset()`, or "
-        "`jb.stream.from_loader(loader, to_example)` for any other loader"
-        f"{', or a function of (epoch, seed)' if more else ''}."
-    )
+def check_dataset(name: str, dataset: Any) -> None:
+    """Raises a ValueError with a remedy if something is not a `grain.IterDataset`."""
+    if not isinstance(dataset, grain.IterDataset):
+        raise ValueError(
+            f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass "
+            "`grain.MapDataset.source(examples).to_iter_dataset()`, or "
+            "`jb.stream.from_loader(loader, to_example)` for any other loader."
+        )
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

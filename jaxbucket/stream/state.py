@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +50,7 @@ class StreamState:
         return {
             **{name: getattr(self, name) for name in _COPIED},
             # Strings, so that the states of all steps have the same structure.
-            "pending": _to_text(self.pending),
+            "pending": " ".join(str(self.arrived - index) for index in self.pending),
             "round": json.dumps(self.current_round),
             **snapshot._asdict(),
             "counts": dataclasses.asdict(snapshot.counts),
@@ -78,7 +77,7 @@ class StreamState:
         snapshot["checksum"] = state["snapshot_checksum"]
         return cls(
             **{name: state[name] for name in _COPIED},
-            pending=_from_text(state["pending"]),
+            pending=[state["arrived"] - int(x) for x in state["pending"].split()],
             current_round=None if saved is None else Round(*saved),
             snapshot=Snapshot(**snapshot),
         )
@@ -125,18 +124,3 @@ class StreamState:
 
 # The entries of a state that are attributes as they are.
 _COPIED = ("config", "step", "read", "arrived", "checksum", "ended")
-
-
-def _to_text(indices: list[int]) -> str:
-    """Returns the first index and the gaps between indices, as text.
-
-    Example:
-      >>> _to_text([7, 8, 12]), _from_text("7 1 4")
-      ('7 1 4', [7, 8, 12])
-    """
-    pairs = itertools.pairwise([0, *indices])
-    return " ".join(str(index - before) for before, index in pairs)
-
-
-def _from_text(text: str) -> list[int]:
-    return list(itertools.accumulate(map(int, text.split())))
