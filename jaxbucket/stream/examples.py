@@ -129,7 +129,9 @@ class ExampleStream:
         }
 
 
-def as_stream(dataset: ExampleStream | grain.IterDataset | EpochDataset):
+def as_stream(
+    dataset: ExampleStream | grain.IterDataset | EpochDataset,
+) -> ExampleStream:
     """Returns a dataset as a stream with the default options."""
     return dataset if isinstance(dataset, ExampleStream) else ExampleStream(dataset)
 

@@ -93,7 +93,7 @@ def test_batches_equal_a_reference_with_plain_lists(seed, policy):
 
 
 def test_a_large_pool_leaves_no_row_empty_before_the_end():
-    lengths, plan, _ = make_case(1, size=3000)
+    lengths, plan, _ = make_case(1, size=1500)
     pool = int((plan.batch_sizes - 1).sum()) + 1
     batches = list(jb.stream_batches(stream(lengths), plan, pool_size=pool))
     rows = sum(batch.bucket.batch_size for batch in batches[: -len(plan)])
@@ -112,7 +112,7 @@ def test_a_pool_with_all_examples_gives_the_buckets_of_a_schedule(seed):
 def test_an_overdue_example_comes_next():
     rng = np.random.default_rng(0)
     # Few examples are long, and eight long ones fill a batch.
-    lengths = np.where(rng.random(6000) < 0.002, 16, rng.integers(1, 5, 6000))
+    lengths = np.where(rng.random(4000) < 0.002, 16, rng.integers(1, 5, 4000))
     plan = jb.BucketPlan((jb.Bucket(32, 4), jb.Bucket(8, 16)), max_tokens=128)
     iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=64))
     waits = []

@@ -8,16 +8,14 @@ import jaxbucket as jb
 from jaxbucket.stream import drift as drift_module
 
 RNG = np.random.default_rng(0)
-SHORT, LONG = RNG.integers(1, 9, 2500), RNG.integers(17, 24, 5000)
-PLAN = jb.plan_buckets(
-    np.append(SHORT, 32), sample=True, max_tokens=2048, num_buckets=3
-)
+SHORT, LONG = RNG.integers(1, 9, 1200), RNG.integers(17, 24, 3500)
+PLAN = jb.BucketPlan.from_shapes([(400, 4), (200, 8), (64, 32)])
 
 
 @pytest.fixture(autouse=True)
 def small_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compares 1,024 examples instead of 16,384, so that short streams may drift."""
-    monkeypatch.setattr(drift_module, "_WINDOW", 1024)
+    """Compares 512 examples instead of 16,384, so that short streams may drift."""
+    monkeypatch.setattr(drift_module, "_WINDOW", 512)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +38,7 @@ def test_a_drift_is_warned_of_once(plan, options):
             pass
     assert len(record) == 1
     recent = iterator.recent_lengths()
-    assert recent.tolist() == lengths[-1024:].tolist()
+    assert recent.tolist() == lengths[-512:].tolist()
     limits = {"max_tokens": 2048, "max_seq_len": plan.max_seq_len, "num_buckets": 3}
     new = jb.plan_buckets(recent, sample=True, **limits)
     if not plan.packed and "max_segments_per_row" not in options:
@@ -64,12 +62,12 @@ def test_a_sequence_for_other_lengths_is_a_drift():
     """Half of the steps of this process are empty, because it has no short examples."""
     plan = jb.BucketPlan.from_shapes([(256, 4), (32, 32)])
     batches = jb.stream_batches(
-        stream(np.full(10_000, 32)),
+        stream(np.full(4_000, 32)),
         plan,
         pool_size=512,
         lengths=np.repeat([4, 32], [4000, 500]),
         shard=jb.data.RowShard((0,), 2),
-        num_steps=200,
+        num_steps=90,
     )
     with pytest.warns(jb.stream.DriftWarning, match="its plan had 0.0%"):
         list(batches)

@@ -204,6 +204,7 @@ TOGETHER = (
 )
 
 
+@pytest.mark.exhaustive
 def test_processes_end_together_resume_and_report_errors(launch):
     counts = [40, 160]
     run = launch(f"COUNTS = {counts}\n{TOGETHER}", count=2)
