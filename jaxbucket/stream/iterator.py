@@ -211,7 +211,9 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             sequences=run.examples.listed_sequences(phase.plan.sequences),
         )
         full = functools.partial(
-            collate, pad_value=run.examples.pad_value, max_segments=run.max_segments
+            collate,
+            pad_value=run.examples.pad_value,
+            max_segments=run.max_segments,
         )
         starts = range(0, num_rows * run.micro_batches_per_bucket, num_rows)
         try:

@@ -19,7 +19,6 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.batch import RowShard
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
-    check_accumulate,
     check_choice,
     check_lengths,
     check_positive,
@@ -83,16 +82,14 @@ class StreamRun:
     max_segments: int | None
 
     def __post_init__(self):
-        check_positive("pool_size", self.pool_size)
         check_choice("policy", self.policy, get_args(Policy))
-        check_accumulate(self.accumulate)
         check_choice("group", self.group, GROUPS)
-        for name, value in {
-            "num_steps": self.num_steps,
-            "max_segments_per_row": self.max_segments,
-        }.items():
+        for name in ("pool_size", "accumulate", "num_steps", "max_segments"):
+            argument = name.replace("segments", "segments_per_row")
+            value = getattr(self, name)
             if value is not None:
-                check_positive(name, value)
+                # Python's integers, for JSON.
+                object.__setattr__(self, name, check_positive(argument, value))
         # Checks the plans and the sequences.
         self.examples.listed_sequences(self.phases[0].plan.sequences)
         self._check_processes()

@@ -479,6 +479,15 @@ def test_wrong_streams_are_named(dataset, options, argument):
         jb.stream.sample_lengths(jb.stream.ExampleStream(dataset, **options), 5)
 
 
+def test_numbers_of_numpy_are_accepted():
+    pool_size = 4 * PLAN.batch_sizes.max()
+    options = {"pad_value": np.float32(0), "num_epochs": np.int64(2)}
+    dataset = batches_of(stream(np.array([3])), PLAN, pool_size=pool_size, **options)
+    iterator = iter(dataset)
+    next(iterator)
+    assert through_json(iterator.get_state()) and len(dataset.fingerprint) == 32
+
+
 def test_a_closed_iterator_raises():
     iterator = iter(jb.stream_batches(stream(np.array([3])), PLAN, pool_size=8))
     iterator.close()
