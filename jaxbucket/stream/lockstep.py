@@ -47,13 +47,6 @@ class PeerStatus(NamedTuple):
     checksum: int  # Of these examples.
     distinct: int = 0  # Different examples among the pending ones; 0 if not counted.
 
-    def to_json(self) -> str:
-        return json.dumps(self._asdict())
-
-    @classmethod
-    def from_json(cls, text: str) -> PeerStatus:
-        return cls(**json.loads(text))
-
 
 class Round(NamedTuple):
     """A range of steps whose buckets all processes know."""
@@ -130,8 +123,9 @@ class Lockstep:
             return last
         assert self._run.processes is not None
         status = self._status(step, pool, reader, template)
-        replies = self._run.processes.gather(self._name, status.to_json())
-        statuses = [PeerStatus.from_json(text) for text in replies]
+        text = json.dumps(status._asdict())
+        replies = self._run.processes.gather(self._name, text)
+        statuses = [PeerStatus(**json.loads(text)) for text in replies]
         _check_same_config(statuses)
         if not self._is_checked:
             _check_different_examples(statuses)
@@ -210,8 +204,7 @@ class Lockstep:
 
 def _check_same_config(statuses: Sequence[PeerStatus]) -> None:
     """Raises a ValueError that lists all differences between the processes."""
-    differences = list(_differences(statuses))
-    if differences:
+    if differences := list(_differences(statuses)):
         raise ValueError(
             "The processes have different stream configurations: "
             f"{'; '.join(differences)}. Start all of them with the same plan, lengths, "
