@@ -182,9 +182,7 @@ def streamed(
         stream(lengths),
         plan,
         pool_size=pool_size,
-        pack=max_segments is not None,
         max_segments_per_row=max_segments,
-        on_drift=None,
     )
     start = time.perf_counter()
     padded = [batch.bucket.num_tokens for batch in dataset]
@@ -236,7 +234,6 @@ def in_lockstep(
             lengths=lengths,
             shard=jb.data.RowShard((index,), _HOSTS),
             processes=processes,
-            on_drift=None,
         )
     )
     real, padded, steps = [], [], 0
@@ -318,9 +315,7 @@ def stream_many(size: int) -> dict[str, float]:
     """Returns the speed and memory of `size` examples in a pool of 4,096."""
     plan = planned(np.append(lognormal(100_000), 4096))
     lengths = np.tile(lognormal(10**6), -(-size // 10**6))[:size]
-    iterator = iter(
-        jb.stream_batches(stream(lengths), plan, pool_size=4096, on_drift=None)
-    )
+    iterator = iter(jb.stream_batches(stream(lengths), plan, pool_size=4096))
     start, early, batches = time.perf_counter(), 0, 0
     for _ in iterator:
         batches += 1

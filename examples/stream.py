@@ -64,7 +64,10 @@ def passage_batches(
         shuffled = grain.MapDataset.source(texts).seed(seed).shuffle()
         return shuffled.random_map(passage).to_iter_dataset()
 
-    sample = jb.stream.sample_lengths(new_passages, args.sample, seed=args.seed)
+    examples = jb.stream.ExampleStream(
+        new_passages, num_epochs=args.epochs, like=EXAMPLE, seed=args.seed
+    )
+    sample = jb.stream.sample_lengths(examples, args.sample)
     # Gather the samples of all processes, so that they compute the same plan.
     samples = processes.gather("lengths", json.dumps(sample.tolist()))
     lengths = np.concatenate([json.loads(text) for text in samples])
@@ -85,16 +88,13 @@ def passage_batches(
     if processes.index == 0:
         print(f"Shapes: {', '.join(map(str, plan.buckets))} ({len(lengths):,} lengths)")
     return jb.stream_batches(
-        new_passages,
+        examples,
         plan,
         pool_size=args.pool_size,
+        max_segments_per_row=args.max_segments if args.pack else None,
         lengths=lengths,
         shard=jb.sharding.local_rows(mesh),
         processes=processes,
-        num_epochs=args.epochs,
-        pack=args.pack,
-        like=EXAMPLE,
-        seed=args.seed,
     )
 
 
@@ -194,6 +194,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--sample", type=int, default=1000, help="passages per process to plan from")
     option("--pool-size", type=int, default=512, help="pending passages, per process")
     option("--pack", action="store_true", help="put several passages in each row")
+    option("--max-segments", type=int, default=16, help="passages in a packed row")
     option("--max-len", type=int, default=512, help="bytes to truncate passages to")
     option("--max-tokens", type=int, default=8192, help="maximum tokens per batch")
     option("--num-buckets", type=int, default=4, help="maximum number of shapes")

@@ -14,7 +14,7 @@ _FINGERPRINT = "fingerprint"
 _PROCESSES = "processes"
 # What only later steps of streams depend on. Processes must agree on it, but it may
 # change.
-_LATER = ("later_plans", "later_weights")
+_LATER = "later_plans"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
-        lacking = other.schedule.keys() & {_PROCESSES, *_LATER} - self.schedule.keys()
+        lacking = other.schedule.keys() & {_PROCESSES, _LATER} - self.schedule.keys()
         if lacking:
             raise ValueError(
                 f"Cannot resume at step {self.step}, because the position has no "
@@ -124,15 +124,9 @@ class DataPosition:
                 f"{before} processes, and now by {now}. Streams resume only with the "
                 "same number of processes."
             )
-        changed = {
-            name.rpartition(".")[2]
-            for name in _changes("schedule", self.schedule, other.schedule)
-        }
         remedies = ["Restore the previous settings, or save to a different folder."]
-        if "plans" in changed:
+        if "plans" in _changes("schedule", self.schedule, other.schedule):
             remedies.append(later_change("plan"))
-        if "weights" in changed:
-            remedies.append(later_change("weights"))
         raise ValueError(
             f"Cannot resume at step {self.step}, because the plan, the lengths or the "
             f"options have changed (saved -> now): {'; '.join(changes)}. "
@@ -174,8 +168,7 @@ def _changes(
         name: f"{part} {name.replace('_', ' ')} "
         f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in {**old, **new}
-        # Entries of a mixture are preceded by the name of a stream.
-        if name.rpartition(".")[2] not in (_FINGERPRINT, *_LATER)
+        if name not in (_FINGERPRINT, _LATER)
         and not is_same(old.get(name), new.get(name))
     }
     # The fingerprint of the schedule is computed from the other two and from its own

@@ -32,7 +32,8 @@ class BucketSequence:
 
     Index i is at `i / golden ratio` on a circle on which the arc of every bucket is as
     long as its share. So each bucket occurs in proportion to its share, and at least
-    once in `longest_gap(bucket)` steps.
+    once in `2 / share` steps: after n steps of the golden ratio, gaps on the circle are
+    at most `(1 + 2 / sqrt(5)) / n`, so one of the steps is in the arc.
 
     Example:
       >>> sequence = BucketSequence([Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)])
@@ -72,13 +73,6 @@ class BucketSequence:
             shares = [Fraction(0)] * min_bucket + shares
             self._longer[min_bucket] = BucketSequence(shares, self._seed)
         return self._longer[min_bucket]
-
-    def longest_gap(self, bucket: int) -> int:
-        """Returns a number of steps within which a bucket occurs at least once."""
-        # After n steps of the golden ratio, gaps on the circle are at most
-        # (1 + 2 / sqrt(5)) / n. If no gap is larger than the arc of a bucket, one of
-        # the steps is in the arc.
-        return math.ceil(2 / self.shares[bucket])
 
 
 def bucket_shares(

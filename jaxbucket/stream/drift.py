@@ -1,275 +1,79 @@
-"""Detects a stream whose lengths have drifted away from its plan."""
+"""Warns of a stream whose lengths have drifted away from its plan."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import collections
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
+from jaxbucket.stream.overlong import ExampleLengths
+from jaxbucket.stream.run import Phase
 
-from jaxbucket.base.batch import Batch
-from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.sizes import total
-from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import positions
-from jaxbucket.packing.planner import plan_packing
-from jaxbucket.plan.flow.dominance import is_maximal
-from jaxbucket.plan.histogram import value_counts
-from jaxbucket.plan.planner import plan_buckets
-from jaxbucket.plan.reports.epoch import report
-
-if TYPE_CHECKING:
-    # These import grain, and `import jaxbucket` must not, though it exports `Drift`.
-    from jaxbucket.stream.options import Options
-    from jaxbucket.stream.overlong import ExampleLengths
-    from jaxbucket.stream.phases import Phase
-
-# The number of lengths in each comparison.
+# The number of recent lengths, and of examples whose padding is compared.
 _WINDOW = 16_384
-# The smallest reduction of the share of padding for which a drift is reported.
-_MIN_GAIN = 0.05
-# The share of empty rows above which a sequence of buckets no longer fits.
-_MAX_EMPTY = 0.15
-# The minimum number of windows between new plans that take seconds.
-_WINDOWS_BETWEEN_PLANS = 16
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Drift:
-    """A drift of the lengths from the plan, and a new plan for the recent lengths.
-
-    Attributes:
-      step: the last step before the drift was detected.
-      lengths: `[N]` int32, the most recent lengths, without what was dropped or
-        truncated; or a mapping from each of several sequences to its `[N]`.
-      padding: the share of padding of `lengths` under the current plan, by `report`.
-        For packed rows, the padding after packing only `lengths`.
-      planned_padding: the share of padding of the lengths that the plan was made for;
-        None if those are not known.
-      new_padding: the share of padding of `lengths` under `plan`.
-      empty_rows: the share of rows without an example, since the last comparison.
-      plan: the best plan for `lengths` within the limits of the current plan, except
-        that packed rows may have two T. If the budget was a function of T, the plan
-        only has its largest value, which limits all buckets of the new plan: plan for
-        `lengths` with the function instead. It has no effect until it is passed:
-        `stream_batches(..., plan={0: old, step: drift.plan})`.
-    """
-
-    step: int
-    lengths: np.ndarray | dict[str, np.ndarray]
-    padding: float
-    planned_padding: float | None
-    new_padding: float
-    empty_rows: float
-    plan: BucketPlan
-
-    def __str__(self) -> str:
-        planned = ""
-        if self.planned_padding is not None:
-            planned = f" ({self.planned_padding:.1%} for the lengths it was made for)"
-        lengths = self.lengths
-        columns = list(lengths.values()) if isinstance(lengths, dict) else [lengths]
-        return (
-            f"Lengths have drifted from the plan. At step {self.step} the last "
-            f"{len(columns[0])} lengths have {self.padding:.1%} padding{planned}; a "
-            f"new plan would have {self.new_padding:.1%}. {self.empty_rows:.1%} of "
-            "rows were empty. To use the new plan from a step on, pass "
-            "`plan={0: old, step: drift.plan}`."
-        )
+# The rise of the share of padding that is a drift.
+_MAX_RISE = 0.05
 
 
 class DriftWarning(UserWarning):
-    """Warns that the lengths of a stream have drifted from its plan.
-
-    Attributes:
-      drift: the shares of padding before and after, and a new plan.
-    """
-
-    def __init__(self, drift: Drift):
-        super().__init__(str(drift))
-        self.drift = drift
-
-
-OnDrift: TypeAlias = Callable[[Drift], None]
-
-
-def warn_of_drift(drift: Drift) -> None:
-    """Issues a `DriftWarning`."""
-    warnings.warn(DriftWarning(drift), stacklevel=2)
+    """Warns that a stream has more padding than its plan had for its lengths."""
 
 
 class DriftMonitor:
-    """Compares each window of lengths with the plan, and reports the first drift.
+    """Compares the padding of each window of examples with that of the plan.
+
+    The plan has the padding of the lengths that it was made for. If these are not
+    known, or rows are packed, it has the padding of the first window.
 
     Args:
-      phase: the current plan, and the lengths that it was made for.
-      options: the options of the stream.
-      on_drift: a function that is called with the drift; None to disable comparisons.
+      is_packed: whether rows hold several examples.
     """
 
-    def __init__(self, phase: Phase, options: Options, on_drift: OnDrift | None):
-        self._plan = phase.plan
-        self._sample = phase.sample
-        self._max_segments = phase.max_segments
-        # Without a sequence, empty rows only show that the pool is too small.
-        self._has_sequence = phase.sequence is not None
-        self._max_batch_size = options.max_batch_size
-        self._on_drift = on_drift
-        # Plans for packed rows and for several sequences.
-        self._is_planning_slow = bool(self._max_segments or self._plan.sequences)
-        num_sequences = len(self._plan.sequences)
-        shape = (_WINDOW, num_sequences) if num_sequences else (_WINDOW,)
-        self._lengths = np.zeros(shape, np.int32)
-        self._count = self._compared_at = self._replan_at = 0
-        self._rows = self._empty_rows = 0
+    def __init__(self, is_packed: bool):
+        self._is_packed = is_packed
+        self.lengths: collections.deque[ExampleLengths]
+        self.lengths = collections.deque(maxlen=_WINDOW)
 
-    def add_lengths(self, lengths: ExampleLengths) -> None:
-        """Records the lengths of a new example."""
-        index = self._count % _WINDOW
-        self._lengths[index] = lengths if self._plan.sequences else lengths[0]
-        self._count += 1
+    def start(self, phase: Phase) -> None:
+        """Starts to compare with another plan."""
+        self._phase = phase
+        self._planned: float | None = None
+        self._is_over = False
+        self._examples = self._tokens = self._positions = 0
 
-    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the recent lengths, `[V]` or `[V, Q]`, and their `[V]` counts."""
-        recent = self._lengths[: self._count]
-        return np.unique(recent, return_counts=True, axis=0)
+    def add_step(self, step: int, examples: int, tokens: int, positions: int) -> None:
+        """Counts the examples of a step; warns at the end of a window, at most once.
 
-    def add_step(self, step: int, batches: Sequence[Batch], ended: bool) -> None:
-        """Counts the rows of a step, and compares once a window of lengths is full."""
-        if self._on_drift is None or ended:
+        Args:
+          step: the step.
+          examples: the number of examples in its rows.
+          tokens: the number of real tokens.
+          positions: the number of tokens with padding.
+        """
+        self._examples += examples
+        self._tokens += tokens
+        self._positions += positions
+        if self._is_over or self._examples < _WINDOW:
             return
-        for batch in batches:
-            filled = next(iter(batch.segment_ids.values()))[:, 0] > 0
-            self._rows += len(filled)
-            self._empty_rows += len(filled) - int(filled.sum())
-        if self._count < self._compared_at + _WINDOW:
-            return
-        drift = self._drift(step)
-        self._compared_at = self._count
-        self._rows = self._empty_rows = 0
-        if drift is not None:
-            on_drift, self._on_drift = self._on_drift, None
-            on_drift(drift)
-
-    def _drift(self, step: int) -> Drift | None:
-        """Returns the drift of the recent lengths; None if it is too small."""
-        lengths = self._lengths.copy()
-        padding = self._padding(self._plan, lengths)
-        empty_rows = self._empty_rows / max(self._rows, 1)
-        is_sequence_wrong = self._has_sequence and empty_rows > _MAX_EMPTY
-        # With less padding than this, no plan can gain enough.
-        min_padding = _MIN_GAIN
-        if self._max_segments is not None:
-            min_padding += self._planned_padding or 0.0
-        may_gain = padding > min_padding and self._count >= self._replan_at
-        if not (is_sequence_wrong or may_gain):
-            return None
-        plan = self._best_plan(lengths)
-        new_padding = self._padding(plan, lengths)
-        gain = padding - new_padding
-        if self._planned_padding is not None:
-            # A plan that was not the best for its own lengths has not drifted.
-            gain -= self._planned_padding - self._best_planned
-        if is_sequence_wrong or gain > _MIN_GAIN:
-            return Drift(
-                *(
-                    step,
-                    self._by_sequence(lengths),
-                    padding,
-                    self._planned_padding,
-                    new_padding,
-                    empty_rows,
-                    plan,
-                )
+        padding = 1 - self._tokens / self._positions
+        self._examples = self._tokens = self._positions = 0
+        if self._planned is None:
+            self._planned = self._padding_of_sample(padding)
+        if padding > self._planned + _MAX_RISE:
+            self._is_over = True
+            warnings.warn(
+                f"The stream has {padding:.1%} padding up to step {step}, in the rows "
+                f"of this process, and its plan had {self._planned:.1%}. If its "
+                "lengths have changed, plan for `iterator.recent_lengths()`, and pass "
+                "`plan={0: old, step: new}` to use the new plan from a step on. If "
+                "they have not, raise `pool_size`.",
+                DriftWarning,
+                stacklevel=2,
             )
-        if self._is_planning_slow:
-            self._replan_at = self._count + _WINDOWS_BETWEEN_PLANS * _WINDOW
-        return None
 
-    @functools.cached_property
-    def _planned_padding(self) -> float | None:
-        """The share of padding of the sample under the current plan."""
-        if self._sample is None:
-            return None
-        return self._padding(self._plan, self._sample)
-
-    @functools.cached_property
-    def _best_planned(self) -> float:
-        """The share of padding of the sample under the best plan for it."""
-        assert self._sample is not None
-        return self._padding(self._best_plan(self._sample), self._sample)
-
-    def _padding(self, plan: BucketPlan, lengths: np.ndarray) -> float:
-        if self._max_segments is None:
-            return report(plan, lengths).padding
-        values, counts = value_counts(plan.kept_lengths(lengths))
-        rows = best_fit(values, counts, plan.boundaries.tolist(), self._max_segments)
-        return 1 - float(values @ counts) / positions(rows)
-
-    def _by_sequence(self, lengths: np.ndarray) -> np.ndarray | dict[str, np.ndarray]:
-        """Returns `[N]` lengths, or a mapping from each sequence to its column."""
-        names = self._plan.sequences
-        return dict(zip(names, lengths.T, strict=True)) if names else lengths
-
-    def _best_plan(self, lengths: np.ndarray) -> BucketPlan:
-        """Returns the best plan for `lengths` within the limits of the current one.
-
-        It has the same number of buckets, `max_tokens`, multiples, longest T and
-        policy for overlong examples. With several sequences, it holds all shapes of
-        the current plan.
-        """
-        if self._max_segments is not None:
-            return self._best_packed_plan(lengths, self._max_segments)
-        plan = self._plan
-        if plan.sequences:
-            longest = plan.seq_lens[is_maximal(plan.seq_lens)]
-            lengths = np.concatenate([plan.kept_lengths(lengths), longest])
-        best = plan_buckets(
-            self._by_sequence(lengths),
-            max_tokens=plan.max_tokens,
-            max_batch_size=self._max_batch_size,
-            num_buckets=len(plan),
-            batch_size_multiple=plan.batch_size_multiple,
-            seq_len_multiple=plan.seq_len_multiple,
-            max_seq_len=plan.max_seq_lens if plan.sequences else plan.max_seq_len,
-            overlong=plan.overlong,
-            sample=True,
-        )
-        # Set last, because the added shapes may exceed the ratio.
-        return dataclasses.replace(best, max_ratio=plan.max_ratio)
-
-    def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:
-        """Returns the best plan for packed rows, with at least two T.
-
-        With one T there is nothing to choose, because the longest T is fixed.
-        """
-        plan = self._plan
-        packed = plan_packing(
-            # The added length keeps the longest T.
-            np.append(plan.kept_lengths(lengths), plan.max_seq_len),
-            max_tokens=total(plan.max_tokens),
-            max_seq_len=plan.max_seq_len,
-            num_buckets=max(2, len(plan)),
-            pack="always",
-            max_segments_per_row=max_segments,
-            batch_size_multiple=plan.batch_size_multiple,
-            seq_len_multiple=total(plan.seq_len_multiple),
-            sample=True,
-        ).plan
-        max_batch_size = self._max_batch_size
-        max_batch_size -= max_batch_size % plan.batch_size_multiple
-        # Step costs are dropped because they are not known for smaller batches.
-        return dataclasses.replace(
-            packed,
-            buckets=tuple(
-                Bucket(min(bucket.batch_size, max_batch_size), bucket.seq_len)
-                for bucket in packed.buckets
-            ),
-            overlong=plan.overlong,
-            step_costs=None,
-            cost_unit="tokens",
-        )
+    def _padding_of_sample(self, padding: float) -> float:
+        plan, sample = self._phase.plan, self._phase.sample
+        if sample is None or self._is_packed:
+            return padding
+        lengths = plan.kept_lengths(sample)
+        positions = plan.tokens_per_row[plan.assign(lengths)]
+        return 1 - float(lengths.sum() / positions.sum())

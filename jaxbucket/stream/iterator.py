@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple, cast
 
 import grain
@@ -14,14 +13,13 @@ import numpy as np
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, example_from_specs, feature_specs
+from jaxbucket.data.example import Example, example_from_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
-from jaxbucket.stream.phases import Phase
-from jaxbucket.stream.reader import PooledExample, StreamCounts
-from jaxbucket.stream.rounds import StreamRounds
-from jaxbucket.stream.run import StreamRun
-from jaxbucket.stream.state import StreamState, check_not_rejected, num_tokens
+from jaxbucket.stream.lockstep import Lockstep
+from jaxbucket.stream.reader import PooledExample, StreamCounts, naming
+from jaxbucket.stream.run import Phase, StreamRun
+from jaxbucket.stream.state import StreamState
 
 # The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
@@ -30,14 +28,14 @@ _STEPS_KEPT = 64
 class ServedStep(NamedTuple):
     """A step that was served or started, and the counts before it."""
 
-    step: int  # The step of this worker.
+    step: int
     read: int
     arrived: int
     checksum: int
     ended: bool
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
-    taken: list[PooledExample]  # The examples of the step, without arrays.
+    taken: list[int]  # Indices of the examples of the step.
 
 
 class StreamIterator(grain.DatasetIterator[Batch]):
@@ -46,45 +44,37 @@ class StreamIterator(grain.DatasetIterator[Batch]):
     def __init__(self, run: StreamRun, name: str):
         super().__init__()
         self._run = run
-        self._options = run.options
-        self._rounds = StreamRounds(run, name)
-        self._failure: Exception | None = None
-        # False from a rejected state until a valid one is set.
-        self._is_valid = True
-        self._start(0, run.like)
+        self._lockstep = Lockstep(run, name)
+        self._start(0)
 
-    def _start(self, step: int, template: Example | None) -> None:
+    def _start(self, step: int) -> None:
         self._step = step
-        self._template = template
+        # The error of a failed step, until a state is set.
+        self._failure: Exception | None = None
+        self._template = self._run.examples.like
         self._reader = self._run.new_reader()
         self._served: collections.deque[ServedStep] = collections.deque()
+        self._monitor = DriftMonitor(self._run.max_segments is not None)
         # The first step replaces this pool by one for the current plan.
         self._phase: Phase | None = None
-        self._monitor: DriftMonitor | None = None
-        self._pool = self._run.phases[0].new_pool(self._options.policy)
+        self._pool = self._run.new_pool(self._run.phases[0])
 
     @property
     def counts(self) -> StreamCounts:
         """The numbers of examples read, dropped, truncated and split so far."""
         return dataclasses.replace(self._reader.counts)
 
-    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the histogram of the most recent lengths.
-
-        It counts at most 16,384 examples, starting when the current plan took effect or
-        the run was resumed.
+    def recent_lengths(self) -> Any:
+        """Returns the lengths of the most recent examples, to plan with them.
 
         Returns:
-          `[V]` lengths, increasing, and the `[V]` numbers of examples with each length.
-          With several sequences, the lengths are `[V, Q]`, with a column for each in
-          the order of their names.
+          `[N]` int32 for the last 16,384 examples, or fewer, since the start of the
+          iterator; or a mapping from each of several sequences to `[N]` int32.
         """
-        if self._monitor is not None:
-            return self._monitor.histogram()
         names = self._run.phases[0].plan.sequences
-        counts = np.zeros(0, np.int64)
-        lengths = np.zeros((0, len(names)), np.int64) if names else counts
-        return lengths, counts
+        columns = np.array(self._monitor.lengths, np.int32)
+        columns = columns.reshape(-1, len(names) or 1).T
+        return dict(zip(names, columns, strict=True)) if names else columns[0]
 
     @property
     def ended(self) -> bool:
@@ -98,11 +88,6 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             raise self._failure
         try:
             batches = self._next()
-        except StopIteration as error:
-            self._failure = RuntimeError(
-                f"A function called in step {self._step} raised StopIteration."
-            )
-            raise self._failure from error
         except Exception as error:
             self._failure = error
             raise
@@ -117,38 +102,40 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             # The run has ended, so this step was not started.
             self._served.pop()
             raise StopIteration
-        return cast(Batch, batches if self._options.accumulate > 1 else batches[0])
+        return cast(Batch, batches if self._run.accumulate > 1 else batches[0])
 
     def _next(self) -> tuple[Batch, ...] | None:
         """Returns the micro-batches of the next step; None at the end."""
-        options = self._options
-        step = self._run.global_step(self._step)
-        taken: list[PooledExample] = []
+        run, step = self._run, self._step
+        taken: list[int] = []
         # Recorded first, because the state of a failed step is the state before it.
         self._served.append(self._before_step(taken))
         phase = self._enter_phase(step)
-        if step >= (options.num_steps or math.inf):
+        if run.num_steps is not None and step >= run.num_steps:
             return None
         batches: list[Batch] = []
-        for choice in range(options.buckets_per_step):
+        tokens = 0
+        for choice in range(run.buckets_per_step):
             self._refill()
             bucket = self._choose(phase, step, choice, bool(taken))
             if bucket is None:
                 return None
-            overdue = self._reader.counts.arrived - options.max_wait
-            num_rows = phase.rows[bucket] * options.micro_batches_per_bucket
+            overdue = self._reader.counts.arrived - run.max_wait
+            num_rows = phase.rows[bucket] * run.micro_batches_per_bucket
             rows = self._pool.take(bucket, num_rows, overdue)
-            taken += [x.without_arrays() for row in rows for x in row]
+            taken += [x.index for row in rows for x in row]
+            tokens += sum(x.num_tokens for row in rows for x in row)
             batches += self._collate(phase, bucket, rows)
-        if self._monitor is not None:
-            self._monitor.add_step(step, batches, self._reader.ended)
+        if not self._reader.ended:
+            positions = sum(batch.bucket.num_tokens for batch in batches)
+            self._monitor.add_step(step, len(taken), tokens, positions)
         if len(self._served) > _STEPS_KEPT:
             self._served.popleft()
         self._reader.forget(self._served[0].oldest, self._served[0].read)
         self._step += 1
         return tuple(batches)
 
-    def _before_step(self, taken: list[PooledExample]) -> ServedStep:
+    def _before_step(self, taken: list[int]) -> ServedStep:
         reader, number = self._reader, len(self._pool)
         arrived = reader.counts.arrived
         return ServedStep(
@@ -167,15 +154,15 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         phase = self._run.phase_at(step)
         if phase is not self._phase:
             pending = self._pool.pending()
-            self._pool = phase.new_pool(self._options.policy)
+            self._pool = self._run.new_pool(phase)
             for example in pending:
                 self._pool.put(example)
             self._phase = phase
-            self._monitor = DriftMonitor(phase, self._options, self._run.on_drift)
+            self._monitor.start(phase)
         return phase
 
     def _refill(self) -> None:
-        while len(self._pool) < self._options.pool_size:
+        while len(self._pool) < self._run.pool_size:
             examples = self._reader.read()
             if not examples:
                 return
@@ -186,57 +173,57 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             self._template = examples[0].example
         for example in examples:
             self._pool.put(example)
-            if self._monitor is not None:
-                self._monitor.add_lengths(example.lengths)
+            self._monitor.lengths.append(example.lengths)
 
     def _choose(
         self, phase: Phase, step: int, choice: int, is_started: bool
     ) -> int | None:
         """Returns the bucket to fill next; None if the stream has ended."""
-        options, reader = self._options, self._reader
-        current = self._rounds.enter(step, phase, self._pool, reader, self._template)
+        run, reader = self._run, self._reader
+        current = self._lockstep.enter(step, phase, self._pool, reader, self._template)
         if phase.sequence is not None:
             if current.is_over:
                 return None
-            return current.bucket(step, choice, phase, options.buckets_per_step)
+            return current.bucket(step, choice, phase, run.buckets_per_step)
         if not len(self._pool):
             # The remaining micro-batches of a started step are empty.
             filler = phase.plan.buckets.index(filler_bucket(phase.plan))
             return filler if is_started else None
         index, bucket = self._pool.oldest()
         waited = reader.counts.arrived - index
-        if options.policy == "first" or waited > options.max_wait:
+        if run.policy == "first" or waited > run.max_wait:
             return bucket
-        rows = [number * options.micro_batches_per_bucket for number in phase.rows]
+        rows = [number * run.micro_batches_per_bucket for number in phase.rows]
         return self._pool.closest(rows, reader.ended)
 
     def _collate(
         self, phase: Phase, bucket: int, rows: list[list[PooledExample]]
     ) -> list[Batch]:
-        num_rows = phase.rows[bucket]
+        """Returns the micro-batches of rows, in the rows of one bucket."""
+        num_rows, run = phase.rows[bucket], self._run
         examples: list[Any] = [[x.example for x in row] for row in rows]
-        if phase.max_segments is None:
+        if run.max_segments is None:
             examples = [row[0] for row in examples]
         collate = functools.partial(
             collate_rows,
             bucket=Bucket(num_rows, phase.plan.buckets[bucket].seq_len),
             like=self._feature_template(),
-            sequences=self._options.sequences,
+            sequences=run.examples.listed_sequences(phase.plan.sequences),
         )
         full = functools.partial(
-            collate, pad_value=self._options.pad_value, max_segments=phase.max_segments
+            collate,
+            pad_value=run.examples.pad_value,
+            max_segments=run.max_segments,
         )
-        starts = range(0, num_rows * self._options.micro_batches_per_bucket, num_rows)
+        starts = range(0, num_rows * run.micro_batches_per_bucket, num_rows)
         try:
             return [full(examples[start : start + num_rows]) for start in starts]
         except ValueError:
             # Collate the examples one by one to find the one to blame.
             for example in (x for row in rows for x in row):
-                try:
+                with naming(example.epoch, example.epoch_index):
                     # `pad_value=0` always fits, so an error is due to the example.
                     collate([example.example], pad_value=0)
-                except ValueError as error:
-                    raise ValueError(f"{example.origin}: {error}") from None
             raise
 
     def _feature_template(self) -> Example:
@@ -244,12 +231,12 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         if self._template is None:
             self._template = self._reader.first_example()
         if self._template is None:
-            self._template = example_from_specs(self._rounds.features)
+            self._template = example_from_specs(self._lockstep.features)
         if self._template is None:
             raise ValueError(
-                "The stream of this process has no example, so the features of its "
-                "empty rows are not known. Pass an example of another process as "
-                "`like`."
+                "`like` is missing. The stream of this process has no example, so the "
+                "features of its empty rows are not known. Pass "
+                "`ExampleStream(dataset, like=example)`."
             )
         return self._template
 
@@ -274,64 +261,44 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             set last was rejected.
           RuntimeError: if an interrupt during the last step lost examples.
         """
-        check_not_rejected(self._is_valid)
-        served = next((x for x in self._served if x.step == step), None)
-        if step != self._step and served is None:
+        if isinstance(self._failure, RejectedStateError):
+            raise self._failure
+        later = [x for x in self._served if x.step >= step]
+        if step != self._step and (not later or later[0].step != step):
             first = self._served[0].step if self._served else self._step
             raise ValueError(
                 f"`step={step}` has no state: only those of steps {first} to "
                 f"{self._step} are available. Save earlier, or load fewer steps ahead."
             )
-        pending = self._pool.pending()
-        before = served or self._before_step([])
-        if served is not None:
-            pending = self._pending_before(served, pending)
-        indices = [example.index for example in pending]
-        return StreamState(
-            config=self._config(step, before.ended),
-            step=step,
-            read=before.read,
-            next_index=before.arrived,
-            pending=indices,
-            tokens=num_tokens(pending),
-            checksum=before.checksum,
-            snapshot=self._reader.snapshot(
-                min([*indices, before.arrived]), before.read
-            ),
-            current_round=self._rounds.round_at(step),
-            features=feature_specs(self._template if step else self._run.like),
-        ).to_dict()
-
-    def _pending_before(
-        self, served: ServedStep, pending: list[PooledExample]
-    ) -> list[PooledExample]:
-        """Returns the examples that were pending before a step.
-
-        Args:
-          served: the step.
-          pending: the examples that are pending now.
-        """
-        later = [x for x in self._served if x.step >= served.step]
-        pending = [*pending, *(example for x in later for example in x.taken)]
-        pending = [example for example in pending if example.index < served.arrived]
-        if len(pending) != served.num_pending:
+        before = later[0] if later else self._before_step([])
+        pending = [example.index for example in self._pool.pending()]
+        pending += [index for x in later for index in x.taken]
+        pending = sorted(index for index in pending if index < before.arrived)
+        if len(pending) != before.num_pending:
             raise RuntimeError(
                 f"Step {self._step} was interrupted while examples were moved from the "
                 "pool into rows, so the pending examples are not known. Resume from a "
                 "state that was saved earlier."
             )
-        return sorted(pending, key=lambda example: example.index)
+        return StreamState(
+            config=self._config(step, before.ended),
+            step=step,
+            read=before.read,
+            arrived=before.arrived,
+            checksum=before.checksum,
+            ended=before.ended,
+            pending=pending,
+            current_round=self._lockstep.round_at(step),
+            snapshot=self._reader.snapshot(before.oldest, before.read),
+        ).to_dict()
 
     def _config(self, step: int, ended: bool) -> dict[str, Any]:
-        """Returns what the state before a step of this worker depends on."""
-        # Between this step and `step` are only steps of other workers.
-        last = self._run.global_step(step - 1)
+        """Returns what the state before a step depends on."""
         return {
-            **self._run.config(before=last + 1),
-            "shard": list(self._options.shard.parts),
-            "worker": [self._run.first_step, self._run.step_stride],
+            **self._run.config(before=step),
+            "shard": list(self._run.shard.parts),
             # Only batches after the end of the stream depend on it.
-            "num_epochs": self._options.num_epochs if ended else 0,
+            "num_epochs": self._run.examples.num_epochs if ended else 0,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -346,56 +313,31 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         Raises:
           ValueError: if `state` is not such a state, plans or options differ from the
             saved ones, or the stream no longer yields the same examples.
-          RuntimeError: if the stream cannot be read.
-        """
-        self.restore(self.checked_state(state))
-
-    def checked_state(self, state: dict[str, Any]) -> StreamState:
-        """Returns a state for `restore`, without a change of the iterator.
-
-        Args:
-          state: as for `set_state`.
-
-        Raises:
-          ValueError: if `state` is not such a state, or plans or options differ from
-            the saved ones.
+          Exception: any error of the stream.
         """
         saved = StreamState.from_dict(state)
-        config = self._config(saved.step, saved.ended)
-        if not saved.read:
-            # Grain's workers start from a state of the dataset before it was sliced.
-            saved.config["worker"] = config["worker"]
-        saved.check_config(config, self._run.global_step(saved.step))
-        current = self._rounds.checked(saved.step, saved.current_round)
-        return dataclasses.replace(saved, current_round=current)
-
-    def restore(self, saved: StreamState) -> None:
-        """Restores a state from `checked_state`, and reads its pending examples.
-
-        Raises:
-          ValueError: if the stream no longer yields the same examples.
-          RuntimeError: if the stream cannot be read.
-        """
-        # This error applies until the state has been restored completely.
-        self._failure = ValueError("The last state that was set was rejected.")
-        self._is_valid = False
+        saved.check_config(self._config(saved.step, saved.ended))
         self._reader.close()
-        self._start(saved.step, example_from_specs(saved.features) or self._run.like)
-        self._reader.restore(saved.snapshot, saved.read)
-        self._rounds.restore(saved.current_round)
-        indices = set(saved.pending)
+        self._start(saved.step)
+        # This error applies until the state has been restored completely.
+        self._failure = RejectedStateError(
+            "The last state that was set was rejected, so the iterator has no valid "
+            "state. Call `set_state` with a saved state."
+        )
+        self._reader.restore(saved.snapshot)
+        self._lockstep.restore(saved.step, saved.current_round)
+        pending = set(saved.pending)
         while self._reader.counts.read < saved.read:
             examples = self._reader.read()
             if not examples:
                 break
-            if pending := [x for x in examples if x.index in indices]:
-                self._put(pending)
-        reader = self._reader
-        saved.check_read(reader.counts, reader.checksum, self._pool.pending())
+            if found := [x for x in examples if x.index in pending]:
+                self._put(found)
+        saved.check_read(self._reader, self._pool.pending())
         if saved.ended:
             # Otherwise, the reader finds the end only when it reads on.
-            reader.ended = True
-        self._failure, self._is_valid = None, True
+            self._reader.ended = True
+        self._failure = None
 
     def close(self) -> None:
         """Closes the iterator of the stream; no batch can be read afterwards."""
@@ -405,3 +347,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
 
     def __str__(self) -> str:
         return f"StreamIterator(step={self._step})"
+
+
+class RejectedStateError(ValueError):
+    """The iterator has no valid state, because the last one was rejected."""

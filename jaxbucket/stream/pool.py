@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.flow.epoch import row_flow
-from jaxbucket.stream.fill_order import fill_order
+from jaxbucket.stream.drain import fill_order
 from jaxbucket.stream.overlong import ExampleLengths
 from jaxbucket.stream.reader import PooledExample
 

@@ -7,25 +7,22 @@ and the counts of the examples before. The examples themselves are never saved.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
-import traceback
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grain
-import numpy as np
 
-from jaxbucket.base.checks import with_article
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
-from jaxbucket.stream.epochs import stream_of
-from jaxbucket.stream.loader_stream import rewind
+from jaxbucket.stream.examples import ExampleStream
+from jaxbucket.stream.loader import add_checksum
 from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
 
 # Not None, because a function of the stream without a `return` yields None.
-END = object()
+_END = object()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,14 +47,6 @@ class PooledExample:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
-    @property
-    def origin(self) -> str:
-        return _origin(self.epoch, self.epoch_index)
-
-    def without_arrays(self) -> PooledExample:
-        origin = (self.epoch, self.epoch_index)
-        return PooledExample(self.index, self.lengths, {}, *origin)
-
 
 @dataclasses.dataclass
 class StreamCounts:
@@ -71,7 +60,6 @@ class StreamCounts:
       truncated: overlong examples that were truncated.
       truncated_tokens: positions removed by truncation.
       split: overlong examples that were split.
-      filtered: examples that exceed the plan's `max_ratio`, which were left out.
     """
 
     read: int = 0
@@ -80,7 +68,6 @@ class StreamCounts:
     truncated: int = 0
     truncated_tokens: int = 0
     split: int = 0
-    filtered: int = 0
 
 
 class Snapshot(NamedTuple):
@@ -105,11 +92,10 @@ class Snapshot(NamedTuple):
 class StreamReader:
     """Reads the epochs of a stream one after the other."""
 
-    open_epoch: Callable[[int], grain.IterDataset]
-    num_epochs: int | None  # None to repeat the stream forever.
+    examples: ExampleStream
     limits: LengthLimits  # The lengths to keep.
-    transform: StreamTransform
-    snapshot_every: int  # The number of arrived examples between two snapshots.
+    part: int = 0  # The first part of the rows that this process fills.
+    snapshot_every: int = 2**62  # Arrived examples between two snapshots.
     allow_empty: bool = False  # Whether an epoch may have no example.
 
     def __post_init__(self):
@@ -117,32 +103,34 @@ class StreamReader:
         # The checksum of all arrived examples, which detects a stream that has changed.
         self.checksum = 0
         self.ended = False
-        # The number of examples to read again, in as many epochs as they were read in.
-        self._num_again = 0
         self._epoch = self._epoch_index = 0
         self._epoch_has_example = False
         self._iterator: grain.DatasetIterator[Example] | None = None
         self._snapshots: collections.deque[Snapshot] = collections.deque()
+        self._transform = StreamTransform(
+            self.examples.transform, self.examples.seed, self.part
+        )
 
     def read(self) -> list[PooledExample]:
         """Reads an example and returns it, or its chunks; an empty list at the end.
 
         Raises:
-          RuntimeError: if the example cannot be read, naming the example.
           ValueError: if the example is too long, or an epoch has no example.
+          Exception: any error of the stream, with a note that names the example.
         """
         while not self.ended:
-            example = self._next_example()
-            if example is END:
+            origin = (self._epoch, self._epoch_index)
+            with naming(*origin):
+                self._take_snapshot_if_due()
+                example: Any = next(self._opened(), _END)
+                if example is _END:
+                    rows = []
+                else:
+                    example = self._transform.apply(example, *origin)
+                    rows = self.limits.apply(example, self.counts)
+            if example is _END:
                 self._end_epoch()
                 continue
-            origin = (self._epoch, self._epoch_index)
-            try:
-                example = self.transform.apply(example, *origin)
-                rows = self.limits.apply(example, self.counts)
-            except ValueError as error:
-                # The cause is the error that the transform raised, if any.
-                raise ValueError(f"{_origin(*origin)}: {error}") from error.__cause__
             self._epoch_index += 1
             self.counts.read += 1
             first = self.counts.arrived
@@ -157,82 +145,48 @@ class StreamReader:
                 ]
         return []
 
-    def _next_example(self) -> Any:
-        """Returns the next example of this epoch; `END` after the last one."""
-        iterator, every = self._opened(), self.snapshot_every
-        last = self._snapshots[-1].counts.arrived if self._snapshots else 0
-        # Arrivals count, because any number of examples may be dropped in between.
-        if self._epoch_index == 0 or self.counts.arrived // every != last // every:
-            self._take_snapshot()
-        return next_of(iterator, _origin(self._epoch, self._epoch_index))
-
     def _opened(self) -> grain.DatasetIterator[Example]:
         if self._iterator is None:
-            self._iterator = self._iterator_of(self._epoch)
+            self._iterator = iter(self.examples.epoch_dataset(self._epoch))
         return self._iterator
-
-    def _iterator_of(self, epoch: int) -> grain.DatasetIterator[Example]:
-        try:
-            dataset = self.open_epoch(epoch)
-        # Includes StopIteration, which would look like the end of the stream.
-        except Exception as error:
-            raise RuntimeError(
-                f"Epoch {epoch} of the stream cannot be opened: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(dataset, grain.IterDataset):
-            raise ValueError(
-                f"Epoch {epoch} of the stream is {with_article(dataset)}, not a "
-                f"`grain.IterDataset`. Return {stream_of(dataset)} from the function."
-            )
-        self.dataset = dataset
-        return iter(dataset)
 
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example, or none that is "
-                "kept, so there is nothing to train on. Check its source, its filters "
-                f"`overlong={self.limits.overlong!r}` and "
-                f"`max_ratio={self.limits.max_ratio!r}`."
+                "kept, so there is nothing to train on. Check its source and the "
+                f"policy `overlong={self.limits.overlong!r}`."
             )
-        is_last = self.num_epochs is not None and self._epoch + 1 >= self.num_epochs
-        if is_last and self.counts.read >= self._num_again:
+        if self._epoch + 1 == self.examples.num_epochs:
             self.ended = True
             return
         self.close()
-        self._iterator = None
         self._epoch += 1
         self._epoch_index = 0
         self._epoch_has_example = False
 
     def first_example(self) -> Example | None:
-        """Reads the first example by a new iterator; returns None if there is none.
-
-        Raises:
-          RuntimeError: if the example cannot be read.
-          ValueError: if the example cannot be transformed.
-        """
-        iterator, origin = self._iterator_of(0), _origin(0, 0)
-        try:
-            example = next_of(iterator, origin)
-            return None if example is END else self.transform.apply(example, 0, 0)
-        except ValueError as error:
-            raise ValueError(f"{origin}: {error}") from error.__cause__
-        finally:
+        """Reads the first example by a new iterator; returns None if there is none."""
+        with naming(0, 0):
+            iterator = iter(self.examples.epoch_dataset(0))
+            example: Any = next(iterator, _END)
             iterator.close()
-            rewind(self.dataset)
+            return None if example is _END else self._transform.apply(example, 0, 0)
 
-    def _take_snapshot(self) -> None:
+    def _take_snapshot_if_due(self) -> None:
         last = self._snapshots[-1] if self._snapshots else None
-        if last and (last.epoch, last.epoch_index) == (self._epoch, self._epoch_index):
-            return
+        origin = (self._epoch, self._epoch_index)
+        if last is not None:
+            # Arrivals count, because any number of examples may be dropped in between.
+            every = self.snapshot_every
+            is_due = self.counts.arrived // every != last.counts.arrived // every
+            if last[:2] == origin or (self._epoch_index and not is_due):
+                return
+            if len(self._snapshots) > 1 and last.counts.arrived == self.counts.arrived:
+                # No example arrived in between, so the new one replaces the last one.
+                self._snapshots.pop()
         state = copy.deepcopy(self._opened().get_state())
         counts = dataclasses.replace(self.counts)
-        if len(self._snapshots) > 1 and last and last.counts.arrived == counts.arrived:
-            # No example arrived in between, so the new snapshot replaces the last one.
-            self._snapshots.pop()
-        origin = (self._epoch, self._epoch_index)
         self._snapshots.append(Snapshot(*origin, counts, self.checksum, state))
 
     def snapshot(self, index: int, read: int) -> Snapshot:
@@ -244,7 +198,7 @@ class StreamReader:
             a larger one are too late.
         """
         if not self._snapshots:
-            self._take_snapshot()
+            self._take_snapshot_if_due()
         latest = self._snapshots[0]
         for snapshot in self._snapshots:
             if snapshot.counts.arrived > index or snapshot.counts.read >= read:
@@ -258,81 +212,32 @@ class StreamReader:
         while self._snapshots[0] is not needed:
             self._snapshots.popleft()
 
-    def restore(self, snapshot: Snapshot, read: int) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Moves a new reader to a snapshot.
 
-        Args:
-          snapshot: the snapshot.
-          read: the number of examples that had been read when the state was saved.
-
         Raises:
-          ValueError: if the stream rejects the state.
+          Exception: any error of the stream, with a note that names the example.
         """
         self._epoch, self._epoch_index = snapshot.epoch, snapshot.epoch_index
         self._epoch_has_example = snapshot.epoch_index > 0
-        iterator = self._opened()
-        try:
-            iterator.set_state(copy.deepcopy(snapshot.state))
-        except Exception as error:
-            raise ValueError(
-                f"The stream rejects its own state at example {snapshot.epoch_index} "
-                f"of epoch {snapshot.epoch}: {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. Pass the stream that the state was saved "
-                "from, or restore an earlier checkpoint."
-            ) from error
+        with naming(self._epoch, self._epoch_index):
+            self._opened().set_state(copy.deepcopy(snapshot.state))
         self.counts = dataclasses.replace(snapshot.counts)
-        self.checksum, self._num_again = snapshot.checksum, read
+        self.checksum = snapshot.checksum
         self._snapshots.append(snapshot)
 
     def close(self) -> None:
         """Closes the user's iterator."""
         if self._iterator is not None:
             self._iterator.close()
+            self._iterator = None
 
 
-def _origin(epoch: int, epoch_index: int) -> str:
-    return f"Example {epoch_index} of epoch {epoch} of the stream"
-
-
-def next_of(iterator: grain.DatasetIterator[Example], origin: str) -> Any:
-    """Returns the next example; `END` after the last one.
-
-    Raises:
-      RuntimeError: if the example cannot be read, naming the example.
-    """
+@contextlib.contextmanager
+def naming(epoch: int, epoch_index: int) -> Iterator[None]:
+    """Adds a note that names an example to the errors of a `with` block."""
     try:
-        return next(iterator)
-    except StopIteration as error:
-        # A StopIteration from a user's function must not end the stream.
-        if not _is_from_function(error):
-            return END
-        raise RuntimeError(
-            f"{origin} cannot be read: a function of the stream raised StopIteration, "
-            "which would look like the end of the stream. Catch it in the function, "
-            "or pass a default to `next`."
-        ) from None
+        yield
     except Exception as error:
-        raise RuntimeError(
-            f"{origin} cannot be read: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _is_from_function(error: StopIteration) -> bool:
-    """Whether a user's function raised the error, and not an iterator."""
-    callers = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module.split(".")[0] not in ("grain", "concurrent"):
-            callers.append(frame.f_code.co_name)
-    return bool(callers) and "__next__" not in callers
-
-
-def add_checksum(checksum: int, example: Example) -> int:
-    """Returns the checksum of the examples before, and of the numbers of this one."""
-    for name in sorted(example):
-        array = np.ascontiguousarray(example[name])
-        checksum = zlib.crc32(f"{name} {array.shape}".encode(), checksum)
-        # The bytes of strings and objects may differ between runs. "V" is bfloat16.
-        if array.dtype.kind in "biufcV" and not array.dtype.hasobject:
-            checksum = zlib.crc32(array.view(np.uint8).data, checksum)
-    return checksum
+        error.add_note(f"This is example {epoch_index} of epoch {epoch} of the stream.")
+        raise

@@ -1,90 +1,171 @@
-"""The inputs of a stream iterator: the stream, its plans and options."""
+"""The inputs of a stream's iterators: the examples, the plans and the options.
+
+A *phase* is a range of steps with one plan.
+"""
 
 from __future__ import annotations
 
 import bisect
-import copy
 import dataclasses
+import functools
 import math
-from typing import Any
+import numbers
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
-import grain
+import numpy as np
+from numpy.typing import ArrayLike
 
+from jaxbucket.base.batch import RowShard
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import (
+    check_choice,
+    check_lengths,
+    check_positive,
+    with_article,
+)
+from jaxbucket.base.digest import digest
+from jaxbucket.base.lengths import Lengths
+from jaxbucket.base.permutation import fold
+from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.process_group import ProcessGroup
-from jaxbucket.data.example import Example
-from jaxbucket.data.transform import StreamTransform
-from jaxbucket.stream.drift import OnDrift
-from jaxbucket.stream.epochs import Stream, open_epoch, slice_stream
-from jaxbucket.stream.options import Options
+from jaxbucket.plan.flow.dominance import fits
+from jaxbucket.plan.reports.epoch import row_lengths
+from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares
+from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.overlong import LengthLimits
-from jaxbucket.stream.phases import Phase
+from jaxbucket.stream.packed_pool import PackedPool
+from jaxbucket.stream.pool import PaddedPool, Pool
 from jaxbucket.stream.reader import StreamReader
+
+Policy: TypeAlias = Literal["closest", "first"]
+Plans: TypeAlias = BucketPlan | Mapping[int, BucketPlan]
+Samples: TypeAlias = Lengths | Mapping[int, Lengths]
+
+
+class Phase(NamedTuple):
+    """The plan of a range of steps."""
+
+    first_step: int
+    plan: BucketPlan
+    sequence: BucketSequence | None  # None for a single process.
+    rows: tuple[int, ...]  # `[K]` rows of each batch in this process.
+    # `[N]` or `[N, Q]` lengths that the plan was made for, if known.
+    sample: np.ndarray | None
+
+    @property
+    def fingerprint(self) -> str:
+        shares = self.sequence.shares if self.sequence else ()
+        return digest("\n".join([self.plan.fingerprint, *map(str, shares)]).encode())
+
 
 # The number of snapshots of the stream per `pool_size` examples.
 _SNAPSHOTS_PER_POOL = 8
+# The number of pools of examples that may arrive while an example is pending.
+_POOLS_TO_WAIT = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StreamRun:
-    """A stream, with its plans and options."""
+    """The inputs of a stream's iterators; `stream_batches` documents each field."""
 
-    dataset: Stream
-    phases: tuple[Phase, ...]  # In the order of their first steps.
-    options: Options
-    like: Example | None
-    on_drift: OnDrift | None
-    processes: ProcessGroup | None  # The processes that end their streams together.
-    first_step: int = 0  # The first step of this worker.
-    step_stride: int = 1  # The distance between two steps of this worker.
+    examples: ExampleStream
+    plan: Plans
+    lengths: Samples | None
+    pool_size: int
+    policy: Policy
+    shard: RowShard
+    processes: ProcessGroup | None
+    accumulate: int
+    group: Group
+    num_steps: int | None
+    max_segments: int | None
 
-    def sliced(self, sl: slice, sequential_slice: bool) -> StreamRun:
-        """Returns the run of a worker, with its share of the stream and the steps."""
-        if isinstance(self.dataset, grain.IterDataset):
-            slice_stream(self.dataset, sl, sequential_slice)
-        return dataclasses.replace(
-            self,
-            first_step=self.first_step + (sl.start or 0) * self.step_stride,
-            step_stride=self.step_stride * (sl.step or 1),
-        )
+    def __post_init__(self):
+        check_choice("policy", self.policy, get_args(Policy))
+        check_choice("group", self.group, GROUPS)
+        for name in ("pool_size", "accumulate", "num_steps", "max_segments"):
+            argument = name.replace("segments", "segments_per_row")
+            value = getattr(self, name)
+            if value is not None:
+                # Python's integers, for JSON.
+                object.__setattr__(self, name, check_positive(argument, value))
+        # Checks the plans and the sequences.
+        self.examples.listed_sequences(self.phases[0].plan.sequences)
+        self._check_processes()
 
-    def open_epoch(self, epoch: int) -> grain.IterDataset:
-        """Returns this worker's stream of an epoch."""
-        dataset = open_epoch(self.dataset, epoch, self.options.seed)
-        if self.step_stride > 1 and not isinstance(self.dataset, grain.IterDataset):
-            dataset = copy.deepcopy(dataset)
-            slice_stream(dataset, slice(self.first_step, None, self.step_stride), False)
-        return dataset
+    def _check_processes(self) -> None:
+        if self.processes is not None and not hasattr(self.processes, "gather"):
+            raise ValueError(
+                f"`processes={self.processes!r}` has no `gather` method. Pass the "
+                "`Processes` of the run."
+            )
+        is_alone = self.has_all_rows or self.processes is not None
+        if not is_alone and self.num_steps is None:
+            raise ValueError(
+                "`processes` is missing. This process has only a part of the rows and "
+                "cannot see when the streams of the others end. Pass the `Processes` "
+                "of the run, or `num_steps`."
+            )
 
-    def new_reader(self) -> StreamReader:
-        """Returns a reader at the start of the stream."""
-        options, plan = self.options, self.phases[0].plan
-        has_whole_stream = options.is_single_process and self.step_stride == 1
-        return StreamReader(
-            open_epoch=self.open_epoch,
-            num_epochs=options.num_epochs,
-            limits=LengthLimits.of_plan(plan, options.sequences),
-            transform=StreamTransform(
-                options.transform,
-                options.seed,
-                options.shard.parts[0],
-                self.first_step,
-            ),
-            snapshot_every=max(1, options.pool_size // _SNAPSHOTS_PER_POOL),
-            # A worker's share may be empty, but an empty stream must not be repeated
-            # forever.
-            allow_empty=options.num_epochs is not None and not has_whole_stream,
-        )
+    @functools.cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases, in the order of their first steps."""
+        return _make_phases(self.plan, self.lengths, self)
+
+    @property
+    def has_all_rows(self) -> bool:
+        """Whether this process has all rows of every batch."""
+        return len(self.shard.parts) == self.shard.num_parts
+
+    @property
+    def meets(self) -> bool:
+        """Whether processes exchange the status of their streams."""
+        if self.processes is None:
+            return False
+        return self.processes.count > 1 or not self.has_all_rows
 
     @property
     def num_processes(self) -> int | None:
         """The number of processes that read parts of the stream; None if not known."""
         if self.processes is not None:
             return self.processes.count
-        return 1 if self.options.is_single_process else None
+        return 1 if self.has_all_rows else None
 
-    def global_step(self, local_step: int) -> int:
-        """Converts a step of this worker to a global step."""
-        return self.first_step + local_step * self.step_stride
+    @property
+    def max_wait(self) -> int:
+        """The number of later examples after which a pending example is overdue."""
+        return _POOLS_TO_WAIT * self.pool_size
+
+    @property
+    def buckets_per_step(self) -> int:
+        """The number of buckets that are chosen in a step."""
+        return self.accumulate if self.group == "mixed" else 1
+
+    @property
+    def micro_batches_per_bucket(self) -> int:
+        """The number of micro-batches that are filled for each chosen bucket."""
+        return self.accumulate // self.buckets_per_step
+
+    def new_pool(self, phase: Phase) -> Pool:
+        """Returns an empty pool for the plan of a phase."""
+        if self.max_segments is None:
+            return PaddedPool(phase.plan)
+        return PackedPool(phase.plan, self.max_segments, self.policy == "closest")
+
+    def new_reader(self) -> StreamReader:
+        """Returns a reader at the start of the stream."""
+        plan, examples = self.phases[0].plan, self.examples
+        sequences = examples.listed_sequences(plan.sequences)
+        return StreamReader(
+            examples=examples,
+            limits=LengthLimits.of_plan(plan, sequences),
+            part=self.shard.parts[0],
+            snapshot_every=max(1, self.pool_size // _SNAPSHOTS_PER_POOL),
+            # A process's share may be empty, but an empty stream must not be repeated
+            # forever.
+            allow_empty=examples.num_epochs is not None and not self.has_all_rows,
+        )
 
     def phase_at(self, step: int) -> Phase:
         """Returns the phase of a step."""
@@ -97,23 +178,141 @@ class StreamRun:
         return min(first_steps, default=math.inf)
 
     def config(self, before: float = math.inf) -> dict[str, Any]:
-        """Returns the options and plans that the batches before a step depend on.
+        """Returns what the batches before a step depend on, equal in all processes.
 
         The values are plain Python for JSON.
         """
         return {
-            **self.options.config(),
-            "plans": self._plans(0, max(before, 1)),
-            "processes_meet": self.processes is not None,
+            **self.examples.config(self.phases[0].plan.sequences),
+            "pool_size": self.pool_size,
+            "policy": self.policy,
+            "parts": self.shard.num_parts,
+            "accumulate": self.accumulate,
+            "group": self.group,
+            "max_segments_per_row": self.max_segments,
+            "processes_meet": self.meets,
+            "plans": self.plans(0, max(before, 1)),
         }
 
-    def later_plans(self, step: int) -> str:
-        """Returns a description of the plans that no batch before a step depends on."""
-        return self._plans(max(step, 1), math.inf)
-
-    def _plans(self, start: float, end: float) -> str:
+    def plans(self, start: float, end: float) -> str:
+        """Returns a description of the plans that begin within a range of steps."""
         return ", ".join(
             f"{phase.fingerprint[:16]} from step {phase.first_step}"
             for phase in self.phases
             if start <= phase.first_step < end
         )
+
+
+def _make_phases(
+    plan: Plans, lengths: Samples | None, run: StreamRun
+) -> tuple[Phase, ...]:
+    """Returns the phases of plans, in the order of their first steps.
+
+    Args:
+      plan: a plan, or plans by their first steps.
+      lengths: the lengths that the plans were made for, or lengths by first steps.
+      run: the options of the stream.
+
+    Raises:
+      ValueError: if plans, lengths and options do not fit together.
+    """
+    plans = _by_step(plan)
+    if not all(isinstance(x, BucketPlan) for x in plans.values()):
+        kinds = ", ".join(with_article(x) for x in plans.values())
+        raise ValueError(
+            f"`plan` is {kinds}, not a `BucketPlan`. Make one with `plan_buckets`."
+        )
+    if 0 not in plans:
+        raise ValueError(
+            f"`plan` has the first steps {sorted(plans)}. Include a plan for step 0."
+        )
+    samples = _by_step(lengths)
+    if len(samples) == 1 and 0 in samples:
+        samples = dict.fromkeys(plans, samples[0])
+    if samples.keys() != plans.keys():
+        raise ValueError(
+            f"`lengths` has the steps {sorted(samples)}, but `plan` has "
+            f"{sorted(plans)}. Pass lengths for each plan, or the same for all plans."
+        )
+    for step in plans:
+        _check_later_plan(step, plans[step], plans[0])
+    return tuple(
+        _make_phase(step, plans[step], samples[step], run) for step in sorted(plans)
+    )
+
+
+def _by_step(value: Any) -> dict[int, Any]:
+    """Returns a mapping from first steps to values; a single value is for step 0."""
+    is_by_step = isinstance(value, Mapping) and all(
+        isinstance(key, numbers.Integral) for key in value
+    )
+    return {int(key): value[key] for key in value} if is_by_step else {0: value}
+
+
+def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
+    """Raises a ValueError if a plan does not hold the examples of the first one."""
+    before, after = first.seq_lens, plan.seq_lens
+    if not (
+        (plan.sequences, plan.overlong) == (first.sequences, first.overlong)
+        and np.array_equal(before.max(axis=0), after.max(axis=0))
+        and fits(before, after).any(axis=1).all()
+    ):
+        raise ValueError(
+            f"`plan[{step}]` does not hold the same examples as the first plan, some "
+            "of which are pending. Plan with the same sequences, `overlong` and "
+            "`max_seq_len`, and append the longest T of the first plan to the lengths."
+        )
+
+
+def _make_phase(
+    step: int, plan: BucketPlan, lengths: Lengths | None, run: StreamRun
+) -> Phase:
+    if bool(plan.sequences) and run.max_segments is not None:
+        raise ValueError(
+            f"`max_segments_per_row={run.max_segments}` requires examples with one "
+            f"length, but the plan has the sequences {list(plan.sequences)}. Omit it, "
+            "to have one example per row."
+        )
+    if plan.packed and run.max_segments is None:
+        raise ValueError(
+            "`max_segments_per_row` is missing, and the plan is for packed rows. Pass "
+            "the largest number of examples in a row, or `plan.unpacked` to have one."
+        )
+    if plan.max_ratio is not None:
+        raise ValueError(
+            f"`plan` has `max_ratio={plan.max_ratio}`, which streams do not apply. "
+            "Leave examples out by `dataset.filter`, and plan without it."
+        )
+    rows = _local_rows(plan, run)
+    if lengths is None and not run.has_all_rows:
+        raise ValueError(
+            "`lengths` is missing. Several processes share a sequence of buckets that "
+            "is derived from the lengths that the plan was made for. Pass the same "
+            "lengths in all processes."
+        )
+    sample = sequence = None
+    if lengths is not None:
+        if not plan.sequences:
+            lengths = row_lengths(plan, check_lengths(cast(ArrayLike, lengths)))
+        sample = plan.check(lengths)
+    if sample is not None and not run.has_all_rows:
+        shares = bucket_shares(plan, sample, run.max_segments)
+        sequence = BucketSequence(shares, fold(run.examples.seed, step))
+    return Phase(step, plan, sequence, rows, sample)
+
+
+def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
+    """Returns the `[K]` rows of each batch in this process, all within `pool_size`."""
+    shard, batches = run.shard, run.micro_batches_per_bucket
+    rows = tuple(
+        shard.part_size(bucket.batch_size) * len(shard.parts) for bucket in plan.buckets
+    )
+    needed = max(rows) * batches
+    if run.pool_size < needed:
+        of_batches = f" of {batches} batches" if batches > 1 else ""
+        raise ValueError(
+            f"`pool_size={run.pool_size}` is smaller than the {needed} rows"
+            f"{of_batches} of bucket {plan.buckets[rows.index(max(rows))]}. Raise it "
+            "to a few times this number."
+        )
+    return rows

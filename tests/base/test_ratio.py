@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import grain
 import numpy as np
 import pytest
 
@@ -61,21 +60,6 @@ def test_overlong_examples_beyond_the_ratio_are_no_error():
     assert plan.assign(lengths).tolist() == [0, -1]
     with pytest.raises(ValueError, match="is beyond all buckets"):
         limited(lengths, 40, max_seq_len=8)
-
-
-def test_streams_leave_out_the_same_examples():
-    lengths = pairs_of(3)
-    source = [
-        {name: np.arange(n) for name, n in zip(NAMES, x, strict=True)}
-        for x in zip(*lengths.values(), strict=True)
-    ]
-    plan = limited(lengths, 2)
-    stream = grain.MapDataset.source(source).to_iter_dataset()
-    batches = iter(jb.stream_batches(stream, plan, pool_size=64))
-    rows = sum(len(jb.data.unbatch(batch)) for batch in batches)
-    kept = int(np.count_nonzero(plan.assign(lengths) >= 0))
-    assert rows == batches.counts.arrived == kept
-    assert batches.counts.filtered == len(source) - kept
 
 
 def test_packed_rows_leave_out_the_same_examples():

@@ -126,31 +126,6 @@ def test_micro_batches_are_numbered_if_examples_repeat():
         assert numbers == list(range(3 * len(schedule)))
 
 
-def test_workers_of_a_stream_draw_different_numbers():
-    source = make_source(np.full(8, 3))
-    plan = jb.BucketPlan.from_shapes([(4, 3)])
-    drawn = {}
-    for worker in range(2):
-        # As Grain does if the iterators run in workers.
-        dataset = jb.stream_batches(
-            lambda epoch, seed: grain.MapDataset.source(source).to_iter_dataset(),
-            plan,
-            pool_size=4,
-            seed=5,
-            transform=noisy,
-        )
-        dataset.set_slice(slice(worker, None, 2))
-        for batch in dataset:
-            pairs = (batch.features["index"], batch.features["drawn"])
-            drawn |= dict(zip(*(x.tolist() for x in pairs), strict=True))
-    want = {}
-    for index in range(8):
-        number, worker = divmod(index, 2)
-        rng = example_rng(5, 0, 0, number, worker)
-        want[index] = noisy(source[index] | {"tokens": np.arange(3)}, rng)["drawn"]
-    assert drawn == want
-
-
 @pytest.mark.parametrize("job", JOBS)
 def test_random_numbers_are_determined_by_epoch_and_index(job):
     lengths, schedule = JOBS[job]()
@@ -349,8 +324,7 @@ def test_empty_rows_have_the_features_of_the_transform():
     }
 
 
-@pytest.mark.parametrize("read", ["by index", "as a stream"])
-def test_a_transform_receives_whole_bytes_and_copied_objects(read):
+def test_a_transform_receives_whole_bytes_and_copied_objects():
     pcm = np.array([5, 7, 0, 0], np.int16).tobytes()
     source = [
         {
@@ -369,11 +343,7 @@ def test_a_transform_receives_whole_bytes_and_copied_objects(read):
         return {"tokens": example["tokens"]}
 
     plan = jb.plan_buckets([3], sample=True, max_tokens=6)
-    if read == "by index":
-        jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 3]), transform=decode)[0]
-    else:
-        stream = grain.MapDataset.source(source).to_iter_dataset()
-        list(jb.stream_batches(stream, plan, pool_size=2, transform=decode))
+    jb.batch_dataset(source, jb.BatchSchedule(plan, [2, 3]), transform=decode)[0]
     assert len(seen) >= 2
     assert all(x == (pcm, [pcm, b""]) for x in seen)
     assert [example["meta"] for example in source] == [{"a": [2]}, {"a": [3]}]
@@ -427,19 +397,6 @@ def test_a_transform_that_fails_is_named_with_its_example(transform, message):
     dataset = jb.batch_dataset(source, schedule, transform=transform)
     with pytest.raises(ValueError, match=rf"`source\[0\]`.*{message}|{message}"):
         dataset[0]
-    stream = grain.MapDataset.source(source).to_iter_dataset()
-    if "changed the length" in message:
-        return
-    with pytest.raises(
-        ValueError, match="Example 0 of epoch 0 of the stream: "
-    ) as info:
-        list(jb.stream_batches(stream, plan, pool_size=2, transform=transform))
-    assert "`transform`" in str(info.value) or "sequence" in str(info.value)
-    if "raised" in message or "returned" in message:
-        batches = jb.stream_batches(stream, plan, pool_size=2, transform=transform)
-        with pytest.raises(ValueError) as example_error:
-            _ = batches.example
-        assert str(example_error.value) == str(info.value)
 
 
 def test_features_that_vary_between_examples_are_refused():
@@ -469,19 +426,12 @@ def test_a_transform_that_is_not_callable_is_refused():
     source = make_source(np.array([3]))
     plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3])
-    stream = grain.MapDataset.source(source).to_iter_dataset()
     for transform, message in (
         (3, r"`transform` is a int, which is not callable. Pass a function"),
         (RandomMap(), "`transform` is a RandomMap.*Pass its method, `transform.random"),
     ):
         with pytest.raises(ValueError, match=message):
             jb.batch_dataset(source, schedule, transform=transform)  # pyright: ignore
-        with pytest.raises(ValueError, match=message):
-            jb.stream_batches(  # pyright: ignore
-                stream, plan, pool_size=1, transform=transform
-            )
-        with pytest.raises(ValueError, match=message):
-            jb.stream.sample_lengths(stream, 1, transform=transform)  # pyright: ignore
     method = RandomMap().random_map
     batch = jb.batch_dataset(source, schedule, transform=method)[0]
     assert batch.features["tokens"].tolist() == [[0, 1, 2]]
@@ -545,161 +495,3 @@ def test_workers_and_threads_draw_the_same_numbers(tmp_path: pathlib.Path):
         check=False,
     )
     assert run.stdout.endswith("all equal\n"), run.stdout + run.stderr
-
-
-# Streams
-
-
-def passage(example, rng):
-    """Modifies the tokens in place, and returns a random slice of them."""
-    example["tokens"] += 1000
-    start, end = np.sort(rng.integers(len(example["tokens"]), size=2)) + [0, 1]
-    drawn = rng.integers(2**62)
-    return {
-        "tokens": example["tokens"][start:end],
-        "index": example["index"],
-        "drawn": drawn,
-    }
-
-
-def stream_of(source) -> grain.IterDataset:
-    dataset = grain.MapDataset.source(source)
-    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0))
-
-
-STREAMS = [
-    {},
-    {"accumulate": 2, "group": "mixed", "policy": "first"},
-    {"pack": True, "max_segments_per_row": 4},
-]
-
-
-@pytest.mark.parametrize(
-    "overlong",
-    [
-        "split",
-        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("error", "truncate")),
-    ],
-)
-@pytest.mark.parametrize("options", STREAMS, ids=str)
-def test_streams_draw_by_epoch_and_place_and_resume_at_every_step(options, overlong):
-    lengths = np.random.default_rng(2).integers(1, 30, 60)
-    source = make_source(lengths)
-    plan = jb.plan_buckets(
-        [10, 20, 30],
-        max_tokens=60,
-        boundaries=[5, 12, 30] if overlong == "error" else [5, 12],
-        max_seq_len=30 if overlong == "error" else 12,
-        overlong=overlong,
-    )
-    dataset = jb.stream_batches(
-        stream_of(source),
-        plan,
-        pool_size=50,
-        num_epochs=2,
-        seed=9,
-        sequences=["tokens"],
-        transform=passage,
-        on_drift=None,
-        **options,
-    )
-    drawn = []
-    for batches in dataset:
-        for batch in micro_batches_of(batches):
-            examples = jb.data.unbatch(
-                batch, sequences=["tokens"], max_segments=dataset.max_segments
-            )
-            drawn += [(int(x["index"]), int(x["drawn"])) for x in examples]
-    want = [
-        (index, int(passage(example, example_rng(9, 0, epoch, index))["drawn"]))
-        for epoch in range(2)
-        for index, example in enumerate(make_source(lengths))
-    ]
-    assert sorted(set(drawn)) == sorted(want)
-    assert len(drawn) == len(want) or overlong == "split"
-    assert_equal(source, make_source(lengths))
-    grain.experimental.assert_equal_output_after_checkpoint(dataset)
-
-
-def test_a_sample_has_the_transformed_lengths_of_the_stream():
-    lengths = np.random.default_rng(2).integers(1, 30, 60)
-    stream = stream_of(make_source(lengths))
-    options = {"transform": passage, "seed": 4, "sequences": ["tokens"]}
-    sample = jb.stream.sample_lengths(stream, 100, **options)
-    assert len(sample) == 60 and not np.array_equal(sample, lengths)
-    plan = jb.plan_buckets(sample, sample=True, max_tokens=60, num_buckets=2)
-    dataset = jb.stream_batches(stream, plan, pool_size=40, **options)
-    streamed = [n for batch in dataset for n in batch.mask.sum(axis=1) if n]
-    assert sorted(streamed) == sorted(sample)
-    example = dataset.example
-    assert set(example) == {"tokens", "index", "drawn"}
-    assert len(example["tokens"]) == sample[0]
-
-
-def test_streams_of_several_processes_draw_different_numbers():
-    lengths = np.full(20, 9)
-    source = make_source(lengths)
-    plan = jb.plan_buckets(lengths, max_tokens=36, batch_size_multiple=2)
-
-    def drawn(part: int, seed: int) -> list[int]:
-        dataset = jb.stream_batches(
-            *(stream_of(source), plan),
-            pool_size=8,
-            lengths=lengths,
-            shard=jb.data.RowShard((part,), 2),
-            num_steps=10,
-            seed=seed,
-            sequences=["tokens"],
-            transform=lambda x, rng: x | {"drawn": 1 + rng.integers(2**60)},
-        )
-        every = np.concatenate([batch.features["drawn"] for batch in dataset])
-        return every[every > 0].tolist()
-
-    every = [*drawn(0, 1), *drawn(1, 1), *drawn(0, 2)]
-    assert len(set(every)) == len(every) == 60
-    assert drawn(1, 1) == drawn(1, 1)
-
-
-def test_the_state_of_a_stream_contains_the_transform():
-    lengths = np.full(20, 9)
-    plan = jb.plan_buckets(lengths, max_tokens=36)
-    make = functools.partial(
-        jb.stream_batches,
-        *(stream_of(make_source(lengths)), plan),
-        pool_size=8,
-        sequences=["tokens"],
-    )
-    plain, transformed = make(), make(transform=noisy)
-    assert "transform" not in iter(plain).get_state()["traits"]
-    assert plain.fingerprint != transformed.fingerprint
-    iterator = iter(transformed)
-    next(iterator)
-    state = json.loads(json.dumps(iterator.get_state()))
-    with pytest.raises(ValueError, match="transform noisy -> absent"):
-        iter(plain).set_state(state)
-    with pytest.raises(ValueError, match="transform noisy -> passage"):
-        iter(make(transform=passage)).set_state(state)
-    with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
-        transformed.position(1).check_same(plain.position(1))
-    iter(make(transform=noisy)).set_state(state)
-
-
-def test_resuming_detects_a_transform_with_its_own_generator():
-    lengths = np.full(100, 9)
-    plan = jb.plan_buckets(lengths, max_tokens=36)
-    global_rng = np.random.default_rng(0)
-
-    def transform_with_own_generator(example, rng):
-        return example | {"noise": global_rng.random(3)}
-
-    dataset = jb.stream_batches(
-        stream_of(make_source(lengths)),
-        plan,
-        pool_size=40,
-        sequences=["tokens"],
-        transform=transform_with_own_generator,
-    )
-    iterator = iter(dataset)
-    next(iterator)
-    with pytest.raises(ValueError, match="by seeding all random draws"):
-        iter(dataset).set_state(iterator.get_state())

@@ -127,24 +127,22 @@ def streams() -> dict[str, Callable[[], Iterable[Any]]]:
     source = grain.MapDataset.source(Examples(LENGTHS))
 
     def stream(shapes: Any = None, **options: Any) -> Iterable[Any]:
+        examples = jb.stream.ExampleStream(
+            source.to_iter_dataset(), sequences=["tokens"], seed=4
+        )
         return jb.stream_batches(
-            source.to_iter_dataset(),
-            shapes or plan(sample=True),
-            pool_size=1024,
-            sequences=["tokens"],
-            seed=4,
-            **options,
+            examples, shapes or plan(sample=True), pool_size=1024, **options
         )
 
     def epochs(epoch: int, seed: int) -> Any:
         return source.shuffle(seed=seed).to_iter_dataset()
 
     def of_half() -> Iterable[Any]:
+        examples = source[::2].to_iter_dataset()
         return jb.stream_batches(
-            source[::2].to_iter_dataset(),
+            jb.stream.ExampleStream(examples, sequences=["tokens"]),
             plan(sample=True),
             pool_size=1024,
-            sequences=["tokens"],
             lengths=LENGTHS,
             shard=RowShard((1,), 2),
             num_steps=40,
@@ -152,11 +150,9 @@ def streams() -> dict[str, Callable[[], Iterable[Any]]]:
 
     def two_epochs() -> Iterable[Any]:
         return jb.stream_batches(
-            epochs,
+            jb.stream.ExampleStream(epochs, num_epochs=2, sequences=["tokens"]),
             plan(sample=True),
             pool_size=1024,
-            sequences=["tokens"],
-            num_epochs=2,
             accumulate=2,
         )
 
@@ -164,7 +160,7 @@ def streams() -> dict[str, Callable[[], Iterable[Any]]]:
     return {
         "closest": stream,
         "first": lambda: stream(policy="first"),
-        "packed": lambda: stream(rows, pack=True, max_segments_per_row=64),
+        "packed": lambda: stream(rows, max_segments_per_row=64),
         "two epochs, 2 alike": two_epochs,
         "half of the rows": of_half,
     }

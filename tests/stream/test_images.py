@@ -1,10 +1,9 @@
 """Streams of images: features with axes of two sequences."""
 
-import json
-
 import grain
 import numpy as np
 import pytest
+from stream_cases import batches_of, through_json
 
 import jaxbucket as jb
 from jaxbucket.data import collate_rows, unbatch
@@ -37,7 +36,8 @@ def make_plan(t: int = 8, **options):
 
 def test_a_sample_has_the_lengths_of_both_axes():
     images = make_images(0, 30)
-    sample = jb.stream.sample_lengths(stream(images), 99, sequences=SEQUENCES)
+    examples = jb.stream.ExampleStream(stream(images), sequences=SEQUENCES)
+    sample = jb.stream.sample_lengths(examples, 99)
     measured = jb.measure_lengths(images, sequences=SEQUENCES, progress=False)
     assert sample.keys() == measured.keys() == SEQUENCES.keys()
     for name, lengths in sample.items():
@@ -51,7 +51,7 @@ def test_a_stream_has_the_rows_of_a_schedule(policy):
     """Every row, including its padding, is that of the map path for the same image."""
     images = make_images(1, 60)
     plan = make_plan(6, overlong={"height": "error", "width": policy})
-    batches = jb.stream_batches(
+    batches = batches_of(
         stream(images), plan, pool_size=16, sequences=SEQUENCES, pad_value={"image": 7}
     )
     rows = []
@@ -76,16 +76,16 @@ def test_a_stream_has_the_rows_of_a_schedule(policy):
 def test_a_state_keeps_the_order_of_the_axes():
     # Transposed images would fit into the same buckets.
     make = {"plan": make_plan(), "pool_size": 8}
-    batches = jb.stream_batches(stream(make_images(2, 40)), sequences=SEQUENCES, **make)
+    batches = batches_of(stream(make_images(2, 40)), sequences=SEQUENCES, **make)
     iterator = iter(batches)
     next(iterator)
-    state = json.loads(json.dumps(iterator.get_state(), sort_keys=True))
+    state = through_json(iterator.get_state())
     want = next(iterator)
     again = iter(batches)
     again.set_state(state)
     np.testing.assert_array_equal(next(again).features["image"], want.features["image"])
     swapped = {"height": ["image"], "width": ["columns", "image"]}
-    other = jb.stream_batches(stream(make_images(2, 40)), sequences=swapped, **make)
+    other = batches_of(stream(make_images(2, 40)), sequences=swapped, **make)
     assert other.fingerprint != batches.fingerprint
     with pytest.raises(ValueError, match=r"sequences .*\['image', 1\]"):
         iter(other).set_state(state)

@@ -52,13 +52,12 @@ def stream(index):
 
 def batches_of(stream, **options):
     return jb.stream_batches(
-        stream,
+        jb.stream.ExampleStream(stream, **options),
         plan,
         pool_size=32,
         lengths=lengths[:100],
         shard=jb.sharding.local_rows(mesh),
         processes=processes,
-        **options,
     )
 
 
@@ -156,22 +155,26 @@ TOGETHER = (
 
     # Equal examples, as for measurements, are not repetitions.
     equal = [{"tokens": np.zeros(4, np.int32), "index": np.int32(0)}] * 40
-    loader = jb.stream.from_loader(equal, shard=jb.sharding.local_rows(mesh))
+    loader = jb.stream.from_loader(equal, dict, shard=jb.sharding.local_rows(mesh))
     record("equal", sum(1 for _ in batches_of(loader)) > 0)
 
-    # Two streams in turn; the loop loads ahead of the state that it saves.
+    # Two streams in turn, mixed by Grain.
     parts = {name: batches_of(stream(processes.index)) for name in ("a", "b")}
-    mixture = jb.stream.StreamMixture(parts, {"a": 2, "b": 1})
-    processes.check_agreement(mixture.position(0), mesh)
-    mixed, served, saved = iter(mixture), [], None
-    for step, batch in enumerate(jb.sharding.prefetch_to_mesh(mixed, mesh), 1):
+    mixture = grain.IterDataset.mix(parts, {"a": 2, "b": 1})
+    mixed, states = iter(mixture), [None]
+
+    def drawn():
+        for batch in mixed:
+            states.append(json.dumps(mixed.get_state()))
+            yield batch
+
+    served = []
+    for batch in jb.sharding.prefetch_to_mesh(drawn(), mesh):
         state, metrics = steps(state, batch)
         served.append((str(batch.bucket), indices(batch)))
-        if step == 4:
-            saved = json.dumps(mixed.state_before(step))
     record("mixed buckets", [bucket for bucket, _ in served])
     again = iter(mixture)
-    again.set_state(json.loads(saved))
+    again.set_state(json.loads(states[4]))
     again = jb.sharding.prefetch_to_mesh(again, mesh)
     rest = [(str(x.bucket), indices(x)) for x in again]
     record("mixed", rest == served[4:], len(rest) > 2)
@@ -201,6 +204,7 @@ TOGETHER = (
 )
 
 
+@pytest.mark.exhaustive
 def test_processes_end_together_resume_and_report_errors(launch):
     counts = [40, 160]
     run = launch(f"COUNTS = {counts}\n{TOGETHER}", count=2)
@@ -224,7 +228,7 @@ def test_processes_end_together_resume_and_report_errors(launch):
     # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output
-    assert "process 1" in run.output and "Example 110 of epoch 0" in run.output
+    assert "process 1" in run.output and "example 110 of epoch 0" in run.output
 
 
 def check_rows_of_pairs(processes: list[list[dict]]) -> None:
@@ -297,101 +301,6 @@ def test_unequal_streams_end_together_and_resume_after_a_kill(launch, tmp_path):
     for index in range(4):
         assert {**before[index], **after[index]} == whole[index]
         assert again.recorded(index)[-1] == ends[0]
-
-
-# Pairs, of which neither of the two longest buckets holds all.
-SEVERAL = """
-import hashlib, json
-import grain, jax.numpy as jnp, numpy as np, optax
-import jaxbucket as jb
-
-rng = np.random.default_rng(0)
-lengths = {name: rng.integers(1, 17, sum(COUNTS)) for name in ("source", "target")}
-is_long = lengths["source"] > 8
-lengths["target"][is_long] = lengths["target"][is_long] % 8 + 1
-sizes = [(8, 8), (16, 8), (8, 16)]
-plan = jb.BucketPlan.from_shapes(
-    [(256 // (s + t) // 3 * 3, {"source": s, "target": t}) for s, t in sizes]
-)
-
-
-def example(index):
-    source, target = (lengths[name][index] for name in ("source", "target"))
-    weights = np.full(target, 0.5, np.float32)
-    tokens = {"source": np.full(source, index % 50), "target": np.full(target, 7)}
-    tokens = {name: x.astype(np.int32) for name, x in tokens.items()}
-    return {**tokens, "weights": weights, "index": np.int32(index)}
-
-
-def loss_fn(params, batch, keys):
-    source = params["w"][batch.features["source"]].mean(axis=1, keepdims=True)
-    target = params["w"][batch.features["target"]]
-    weights = batch.features["weights"] * (batch.segment_ids["target"] > 0)
-    loss = jnp.square(target - source - 1).sum(axis=-1) * weights
-    return jnp.sum(loss), jnp.sum(weights)
-
-
-def indices(batch):
-    pairs = zip(
-        batch.features["index"].addressable_shards,
-        batch.segment_ids["source"].addressable_shards,
-    )
-    return [
-        int(i)
-        for index, ids in pairs
-        for i in np.array(index.data)[np.array(ids.data)[:, 0] > 0]
-    ]
-
-
-with jb.Processes(timeout=4) as processes:
-    mesh = jb.data_mesh()
-    first = sum(COUNTS[: processes.index])
-    part = [example(i) for i in range(first, first + COUNTS[processes.index])]
-    sequences = {"source": ["source"], "target": ["target", "weights"]}
-    dataset = jb.stream_batches(
-        jb.stream.from_loader(part),
-        plan,
-        pool_size=32,
-        lengths={name: column[:60] for name, column in lengths.items()},
-        shard=jb.sharding.local_rows(mesh),
-        processes=processes,
-        sequences=sequences,
-    )
-    processes.check_agreement(dataset.position(0), mesh)
-    tx = optax.adam(1e-2)
-    state = jb.create_state({"w": jnp.zeros((50, 4))}, tx, mesh)
-    specs = jb.sharding.batch_specs(plan, example(0), mesh, sequences=sequences)
-    steps = jb.compile_steps(jb.make_train_step(loss_fn, tx, mesh), state, specs)
-    batches, served = iter(dataset), []
-    for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
-        state, metrics = steps(state, batch)
-        record("step", len(served), batch.bucket, indices(batch))
-        served.append(indices(batch))
-        if len(served) == 5:
-            saved = json.dumps(batches.state_before(5))
-    weights = np.array(state.params["w"])
-    assert batches.ended and np.isfinite(weights).all() and np.abs(weights).max() > 0
-    record("end", len(served), hashlib.sha256(weights.tobytes()).hexdigest())
-
-    again = iter(dataset)
-    again.set_state(json.loads(saved))
-    rest = [indices(batch) for batch in jb.sharding.prefetch_to_mesh(again, mesh)]
-    record("resumed", rest == served[5:], len(rest) > 5)
-"""
-
-
-@pytest.mark.exhaustive
-def test_processes_train_on_several_sequences_and_resume(launch):
-    counts = [40, 0, 160]
-    run = launch(f"COUNTS = {counts}\n{SEVERAL}", count=3)
-    assert run.status == 0, run.output
-    steps = [printed_steps(run, index) for index in range(3)]
-    check_each_example_once(steps, counts)
-    buckets = {bucket for bucket, _ in steps[0].values()}
-    assert len(buckets) == 3
-    ends = [run.recorded(index)[-2:] for index in range(3)]
-    assert ends == [ends[0]] * 3 and ends[0][0].startswith(f"end {len(steps[0])} ")
-    assert ends[0][1] == "resumed True True"
 
 
 def check_each_example_once(
