@@ -34,7 +34,7 @@ class Tagger(nn.Module):
         x = nn.Embed(10, 16)(digits)
         x = nn.Conv(64, kernel_size=[2], padding="CAUSAL")(x * mask[..., None])
         # In training there is a key for each row, in evaluation there are none.
-        x = jb.layers.LinenBatchNorm(momentum=0.9)(x, keys is None, mask=mask)
+        x = nn.BatchNorm(momentum=0.9)(x, keys is None, mask=mask[..., None])
         x = nn.relu(x)
         if keys is not None:
             dropout = nn.Dropout(0.1, deterministic=False)

@@ -49,11 +49,10 @@ class Encoders(nnx.Module):
 def loss_fn(model: Encoders, batch: jb.Batch, keys: jax.Array | None):
     """Returns the sum of the loss in nats over the queries, their number, and hits."""
     is_pair = batch.segment_ids["query"][:, 0] > 0  # False for an empty row
-    # The queries are those of this device, the documents those of all devices.
+    # With `mode="jit"`, the documents are those of the whole batch.
     queries, documents = model(batch, "query"), model(batch, "document")
-    documents, is_candidate = jb.train.gather_rows((documents, is_pair))
-    logits = jnp.where(is_candidate, SCALE * queries @ documents.T, -1e9)
-    labels = jb.train.row_numbers(batch)
+    logits = jnp.where(is_pair, SCALE * queries @ documents.T, -1e9)
+    labels = jnp.arange(len(queries))
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     hits = jnp.sum(logits.argmax(axis=1) == labels, where=is_pair)
     return jnp.sum(nats, where=is_pair), jnp.sum(is_pair), {"hits": hits}

@@ -11,7 +11,6 @@ from jaxbucket import attention as attention
 from jaxbucket import compile as compile
 from jaxbucket import data as data
 from jaxbucket import distributed as distributed
-from jaxbucket import layers as layers
 from jaxbucket import optim as optim
 from jaxbucket import packing as packing
 from jaxbucket import plan as plan

@@ -20,27 +20,20 @@ from jaxbucket.testing.variants import (
     with_other_padding,
     without_neighbors,
 )
-from jaxbucket.train.global_rows import MappedRows, rows_context
 from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.loss import row_keys
+from jaxbucket.train.loss import Mode, row_keys
 from jaxbucket.train.state import TrainState, create_state
-
-_HALVES = MappedRows(("halves of the batch",))
 
 # Variant of the batch -> the likely mistake and its remedy.
 _REMEDIES = {
     "with its rows reordered": (
         "The result of a row depends on its index, but may depend only on its features "
-        "and its key. Draw dropout row by row, with `jax.vmap` over `keys`, and get "
-        "the numbers of rows from `jaxbucket.train.row_numbers(batch)`."
+        "and its key. Draw dropout row by row, with `jax.vmap` over `keys`."
     ),
     "split into two halves, as on two devices": (
         "The loss uses other rows, or returns a mean. Return sums over the rows it is "
-        "given. Get the rows of all devices from `jaxbucket.train.gather_rows(x)`, and "
-        "the numbers of the loss's own rows among them from "
-        "`jaxbucket.train.row_numbers(batch)`. For batch normalization, which must "
-        "leave out padding, use `jaxbucket.layers.NnxBatchNorm` or `LinenBatchNorm` "
-        "with `mask=batch.mask`, outside of `jax.vmap`."
+        "given. If it needs other rows, as for in-batch negatives or batch statistics, "
+        'train with `mode="jit"`, and check it with `mode="jit"`.'
     ),
     "together with a device that has only empty rows": (
         "Empty rows count. Multiply by `batch.mask`, and do not divide by a number "
@@ -71,6 +64,7 @@ def check_loss(
     model: Any,
     batch: Batch,
     *,
+    mode: Mode = "shard_map",
     seed: int | None = 0,
     sequences: PaddedFeatures = None,
     tolerance: float = 1e-4,
@@ -87,9 +81,8 @@ def check_loss(
     - with twice as many columns, the new ones all padding,
     - with every packed example in a row of its own.
 
-    Both halves run on a single device, mapped over an axis that `gather_rows` uses. The
-    last two variants are compared with `keys=None`, because the random bits of a row
-    depend on T. They are skipped if the loss fails without keys.
+    The last two variants are compared with `keys=None`, because the random bits of a
+    row depend on T. They are skipped if the loss fails without keys.
 
     Example:
       >>> import jax.numpy as jnp
@@ -103,10 +96,11 @@ def check_loss(
 
     Args:
       loss_fn: the loss; see `jaxbucket.train.loss` for the contract.
-      model: an NNX module, parameters, or a `TrainState`. The loss may change any of
-        its variables.
+      model: an NNX module, parameters, or a `TrainState`.
       batch: a real batch of numpy or jax arrays, padded or packed, with at least two
         rows that contain examples. A small batch is enough.
+      mode: the mode of the steps. With "jit", a loss is given the whole batch, so it
+        may use other rows and change variables, and is not called with halves.
       seed: the seed of the rows' keys; None to call the loss with `keys=None`, as in
         evaluation.
       sequences: the features that are padded, by default all of shape `[B, T, ...]`,
@@ -129,7 +123,7 @@ def check_loss(
     rows = np.arange(num_rows)
     # Twice as many keys, because empty rows are added below.
     keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
-    results = _Results(loss_fn, model)
+    results = _Results(loss_fn, model, mode)
     expected = results.whole(batch, _take(keys, rows))
     _check_finite(expected)
     halves = results.of_halves(batch, _take(keys, rows))
@@ -191,19 +185,16 @@ def _checked_batch(batch: Batch) -> Batch:
 class _Results:
     """Computes the `(gradients, sums)` of a loss for batches and keys."""
 
-    def __init__(self, loss_fn: Callable[..., tuple], model: Any):
+    def __init__(self, loss_fn: Callable[..., tuple], model: Any, mode: Mode):
         is_state = isinstance(model, TrainState)
         self._state = model if is_state else create_state(model)
+        self._mode = mode
+        sums = gradient_sums(loss_fn, updates_variables=mode == "jit")
 
         def gradients(state: TrainState, batch: Batch, keys: Any) -> Any:
-            # New values of variables are not compared, so any may change.
-            return gradient_sums(loss_fn, rules=None)(state, batch, keys)[0]
+            return sums(state, batch, keys)[0]
 
-        def of_half(state: Any, batch: Batch, keys: Any) -> Any:
-            with rows_context(_HALVES):
-                return gradients(state, batch, keys)
-
-        mapped = jax.vmap(of_half, in_axes=(None, 0, 0), axis_name=_HALVES.axes[0])
+        mapped = jax.vmap(gradients, in_axes=(None, 0, 0))
         self._whole, self._halves = jax.jit(gradients), jax.jit(mapped)
 
     def whole(self, batch: Batch, keys: Any) -> Any:
@@ -211,7 +202,13 @@ class _Results:
         return self._whole(self._state, batch, keys)
 
     def of_halves(self, batch: Batch, keys: Any) -> Any:
-        """Returns the results of the first and the second half of the rows, stacked."""
+        """Returns the results of the first and the second half of the rows, stacked.
+
+        If the loss needs the whole batch, the first half is all of it.
+        """
+        if self._mode == "jit":
+            whole = self.whole(batch, keys)
+            return jax.tree.map(lambda x: np.stack([x, np.zeros_like(x)]), whole)
         halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (batch, keys))
         return self._halves(self._state, *halves)
 

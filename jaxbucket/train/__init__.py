@@ -1,9 +1,9 @@
 """The parts of a training loop: batches on a mesh, steps, predictions, checkpoints.
 
 `loader` yields the batches, and `state` defines the training state. `loss` describes
-the contract of losses, which return sums over rows and reach the rows of other devices
-through `global_rows`. `step` and `accumulation` build train and evaluation steps from a
-loss, for jit, shard_map or `pmap`; a train step combines `gradients` and an `update`.
+the contract of losses, which return sums over rows. `step` and `accumulation` build
+train and evaluation steps from a loss, for jit, shard_map or `pmap`; a train step
+combines `gradients` and an `update`.
 `prediction` returns outputs in the order of the source. `checkpoint` saves a state with
 its position in the data, and `calibration` measures step times.
 """
@@ -16,9 +16,6 @@ with _lazy_names(globals()):
     from jaxbucket.train.calibration import calibration_shapes as calibration_shapes
     from jaxbucket.train.checkpoint import Checkpoints as Checkpoints
     from jaxbucket.train.checkpoint import Restored as Restored
-    from jaxbucket.train.global_rows import gather_rows as gather_rows
-    from jaxbucket.train.global_rows import row_numbers as row_numbers
-    from jaxbucket.train.global_rows import sum_over_rows as sum_over_rows
     from jaxbucket.train.loader import MeshLoader as MeshLoader
     from jaxbucket.train.loss import row_keys as row_keys
     from jaxbucket.train.prediction import make_predict_step as make_predict_step

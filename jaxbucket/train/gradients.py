@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,62 +12,70 @@ import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.optim.precision import at_least_float32, computes_in
-from jaxbucket.train.global_rows import current_rows
-from jaxbucket.train.loss import LossFn, Metrics
-from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
-from jaxbucket.train.overwritten import combine_overwritten, overwritten_values
+from jaxbucket.train.loss import LossFn, Metrics, checked_loss
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
-    DEFAULT_RULES,
-    Kind,
-    Rule,
     Values,
-    combine_variables,
+    by_path,
+    check_unchanged,
+    kept_if,
+    overwritten_values,
+    values_after,
     warn_if_not_returned,
     with_values,
 )
 
+_NEEDS_JIT = (
+    "With `mode='shard_map'` and 'pmap', a loss is given the rows of one device only. "
+    "Use `mode='jit'`, where it is given the whole batch. Draw dropout from `keys` "
+    "(`dropout(x, rngs=key)`, row by row) instead of from the model's `nnx.Rngs`."
+)
+
 
 def gradient_sums(
-    loss_fn: LossFn, rules: Mapping[Kind, Rule] | None = DEFAULT_RULES
+    loss_fn: LossFn, *, updates_variables: bool
 ) -> Callable[..., tuple[tuple[Any, Metrics], Values]]:
-    """Returns `(state, batch, keys) -> ((gradients of the loss sum, sums), variables)`.
+    """Returns `(state, batch, keys) -> ((gradients, sums), variables)`.
 
-    Gradients in half precision are returned in float32, so that adding them up over
-    micro-batches and devices does not lose precision. The variables are equal on all
-    devices.
+    The gradients are those of the loss sum. In half precision they are returned in
+    float32, so that adding them up over micro-batches and devices does not lose
+    precision.
 
     Args:
       loss_fn: the loss.
-      rules: how the new values of variables are combined over devices; None if they are
-        not needed, so that any variable may change.
+      updates_variables: whether the new values of variables are returned. Otherwise,
+        none may change.
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
+        def call(variables: Any, params: Any) -> tuple[Any, Metrics, Values]:
+            before = dataclasses.replace(state, params=params, variables=variables)
+            model = before.model
+            loss_sum, sums, returned = checked_loss(loss_fn, model, batch, keys)
+            if updates_variables:
+                warn_if_not_returned(variables, returned)
+            return loss_sum, sums, values_after(variables, model, returned)
+
         def loss(
             params: Any, overwritten: Values
         ) -> tuple[jax.Array, tuple[Metrics, Values]]:
             variables = with_values(state.variables, overwritten)
-            before = dataclasses.replace(state, params=params, variables=variables)
-            loss_sum, sums, returned, new = call_loss(loss_fn, before, batch, keys)
-            are_same = comparison(
-                lambda state: call_loss(loss_fn, state, batch, keys)[-1], state
-            )
-            check_parameters("loss_fn", before, new, are_same)
-            if rules is None:
+            loss_sum, sums, new = call(variables, params)
+            if not updates_variables:
+                check_unchanged(
+                    lambda x: call(x, state.params)[-1], variables, new, _NEEDS_JIT
+                )
                 return loss_sum, (sums, {})
-            warn_if_not_returned(rules, state.variables, returned)
-            new = combine_variables(rules, variables, new, are_same)
             return loss_sum, (sums, new)
 
         _check_differentiable(checked_state(state).params)
         overwritten = overwritten_values(state.variables)
+        if overwritten and not updates_variables:
+            raise ValueError(f"The model has layers in fp8. {_NEEDS_JIT}")
         loss_sum, pull_back, (sums, variables) = jax.vjp(
             loss, state.params, overwritten, has_aux=True
         )
-        # The weight of all devices, because a gradient may come from the loss of
-        # another device.
-        weight = current_rows().sum_over_rows(sums["weight"])
+        weight = sums["weight"]
 
         def gradients(least: int, most: int, scale: Any = 1.0) -> Any:
             exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
@@ -87,17 +95,22 @@ def gradient_sums(
         else:
             grads, new = gradients(*_MEAN_EXPONENTS)
             if computes_in(jnp.float16, pull_back, loss_sum):
-                overflows = (~all_finite(grads, (), ())).astype(jnp.int32)
                 first = grads, new
                 grads, new = jax.lax.cond(
-                    # All devices take the same branch, because they may gather rows
-                    # from each other in it.
-                    current_rows().sum_over_rows(overflows) > 0,
-                    functools.partial(gradients, -1, -1),
+                    all_finite(grads, (), ()),
                     lambda: first,
+                    functools.partial(gradients, -1, -1),
                 )
-        if rules is not None:
-            variables |= combine_overwritten(overwritten, new)
+        if updates_variables and variables:
+            variables |= {
+                # If a layer was not called, the gradients of its scales are zero.
+                path: jnp.where(jnp.any(value != 0), value, overwritten[path])
+                for path, value in new.items()
+            }
+            # Statistics of a batch without examples are not finite.
+            is_empty = batch.num_tokens == 0
+            variables = kept_if(is_empty, by_path(state.variables), variables)
+            grads = jax.tree.map(lambda x: jnp.where(is_empty, 0, x), grads)
         return (grads, sums), variables
 
     return sums

@@ -20,11 +20,10 @@ that "rbg" draws for a row depend on the other rows of the same call. If speed m
 more, convert them:
 `jax.random.wrap_key_data(jnp.tile(jax.random.key_data(keys), 2), impl="rbg")`.
 
-Depending on `mode`, a loss is given all rows or the rows of one device. A loss that
-needs other rows, for instance for in-batch negatives, gets them from `gather_rows`, the
-indices of its own rows among them from `row_numbers`, and sums over all rows from
-`sum_over_rows`.
-`jaxbucket.testing.check_loss` detects a loss that breaks this contract.
+With `mode="jit"`, a loss is given the whole batch, with "shard_map" and "pmap" the rows
+of one device. So a loss that reads other rows, for instance for in-batch negatives, or
+updates variables, needs "jit". `jaxbucket.testing.check_loss` detects a loss that
+breaks this contract.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
 from jaxbucket.sharding import Axes, axis_names
-from jaxbucket.train.global_rows import MappedRows, Rows, WholeBatch, rows_context
 from jaxbucket.train.pmap import Rows as PmapRows
+from jaxbucket.train.rows import MappedRows, Rows, WholeBatch
 from jaxbucket.train.state import checked_state
 
 # Losses that are not evaluated may require keys.
@@ -83,20 +82,18 @@ def sum_over_batch(
     rows = rows_of(mode, mesh, axes)
 
     def on_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
-        with rows_context(rows):
-            keys = None
-            if seed is not None:
-                num_rows = batch.bucket.batch_size
-                first_row = rows.first_row(num_rows)
-                keys = row_keys(
-                    seed,
-                    checked_state(state).step,
-                    num_rows,
-                    first_row=first_row,
-                    micro_batch=micro_batch,
-                )
-            local, values = sums(state, batch, keys)
-            return rows.sum_over_rows(local), values
+        keys = None
+        if seed is not None:
+            num_rows = batch.bucket.batch_size
+            keys = row_keys(
+                seed,
+                checked_state(state).step,
+                num_rows,
+                first_row=rows.first_row(num_rows),
+                micro_batch=micro_batch,
+            )
+        local, values = sums(state, batch, keys)
+        return rows.sum_over_rows(local), values
 
     def on_all_rows(state: Any, batch: Batch, micro_batch: Any = 0) -> Any:
         try:

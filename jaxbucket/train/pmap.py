@@ -23,7 +23,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.compile.events import compiling_as, record_call
 from jaxbucket.compile.jax_settings import trace_key, with_prng_in_cache_keys
-from jaxbucket.train.global_rows import in_single
 
 _DEVICES = "devices"
 
@@ -215,13 +214,9 @@ class Rows:
         """Returns the sums over all devices, counting every row once."""
         return jax.lax.psum(sums, _DEVICES, axis_index_groups=self.replicas)
 
-    def max_over_rows(self, values: Any) -> Any:
-        """Returns the largest values of all devices."""
-        return jax.lax.pmax(values, _DEVICES)
-
     def gather(self, tree: Any) -> Any:
         """Returns the rows of all devices `[B, ...]`, every row once, in order."""
-        return jax.tree.map(in_single(self._gather), tree)
+        return jax.tree.map(self._gather, tree)
 
     def _gather(self, x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
@@ -17,15 +18,17 @@ from jaxbucket.compile.events import record_arguments
 from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import split_examples
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
-from jaxbucket.train.global_rows import rows_context
-from jaxbucket.train.local_batch_norm import without_local_batch_norm
-from jaxbucket.train.loss import Mode, rows_of
-from jaxbucket.train.model_loss import check_parameters, comparison
-from jaxbucket.train.pmap import PmapStep
+from jaxbucket.train.loss import Mode
+from jaxbucket.train.pmap import PmapStep, Rows
 from jaxbucket.train.prediction_epoch import check_epoch, run_epoch
 from jaxbucket.train.prediction_outputs import OutputSequences
 from jaxbucket.train.state import TrainState, checked_state
-from jaxbucket.train.variables import Values, check_unchanged, values_after
+from jaxbucket.train.variables import (
+    EVALUATES,
+    Values,
+    check_unchanged,
+    values_after,
+)
 
 Outputs: TypeAlias = Mapping[str, jax.Array]
 PredictFn: TypeAlias = Callable[[Any, Batch], Outputs]
@@ -56,8 +59,7 @@ def make_predict_step(
       predict_fn: `(model, batch) -> outputs`, a dict of `[B, ...]` arrays. Outputs
         `[B, T, ...]` have their padding where `batch` has it; after
         `jb.attention.left_padded`, move it back by `right_padded`. The outputs of a row
-        must not depend on other rows, unless it reaches them by `gather_rows` or
-        `sum_over_rows`. They then depend on the batches of the schedule.
+        must not depend on other rows.
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices: "jit", "shard_map" or "pmap". Results are
         equal.
@@ -69,27 +71,21 @@ def make_predict_step(
 
     Raises:
       ValueError: if `predict_fn` is not a function, or the mode or an axis is unknown;
-        when traced, if the outputs are not a dict of arrays with one entry per row, if
-        variables of the model change, or if Flax's `BatchNorm` would normalize by the
-        rows of each device.
+        when traced, if the outputs are not a dict of arrays with one entry per row, or
+        if variables of the model change.
     """
     check_function("predict_fn", predict_fn, "(model, batch)")
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
-    predict_fn = without_local_batch_norm(predict_fn, mesh, mode, axes, "predict_fn")
-    rows = rows_of(mode, mesh, axes)
 
     def on_rows(state: TrainState, batch: Batch) -> Batch:
-        def call(state: TrainState) -> tuple[Any, Values]:
-            model = checked_state(state).model
+        def call(variables: Any) -> tuple[Any, Values]:
+            model = dataclasses.replace(checked_state(state), variables=variables).model
             outputs = predict_fn(model, batch)
-            return outputs, values_after(state.variables, model, None)
+            return outputs, values_after(variables, model, None)
 
-        with rows_context(rows):
-            outputs, new = call(state)
-            are_same = comparison(lambda state: call(state)[1], state)
-            check_parameters("predict_fn", state, new, are_same)
-            check_unchanged("predict_fn", state.variables, new, are_same)
+        outputs, new = call(checked_state(state).variables)
+        check_unchanged(lambda x: call(x)[1], state.variables, new, EVALUATES)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
     @record_arguments
@@ -97,6 +93,7 @@ def make_predict_step(
         return over_rows(state, batch)
 
     if mode == "pmap":
+        rows = Rows.of(mesh, axes)
 
         def over_rows(state: TrainState, batch: Batch) -> Batch:
             return rows.gather(on_rows(state, batch))

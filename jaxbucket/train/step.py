@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,20 +16,24 @@ from jaxbucket.compile.events import record_arguments
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.accumulation import accumulating_step
 from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.local_batch_norm import without_local_batch_norm
 from jaxbucket.train.loss import (
     LossFn,
     Metrics,
     Mode,
+    checked_loss,
     mean_metrics,
     sum_over_batch,
 )
 from jaxbucket.train.model_checks import check_optimizer
-from jaxbucket.train.model_loss import call_loss, check_parameters, comparison
 from jaxbucket.train.pmap import PmapStep
-from jaxbucket.train.state import TrainState
+from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.update import updater
-from jaxbucket.train.variables import Kind, Rule, check_rules, check_unchanged
+from jaxbucket.train.variables import (
+    EVALUATES,
+    Values,
+    check_unchanged,
+    values_after,
+)
 
 
 def make_train_step(
@@ -42,7 +47,6 @@ def make_train_step(
     seed: int = 0,
     state_sharding: Any = None,
     skip_nonfinite: bool = False,
-    variable_rules: Mapping[Kind, Rule] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """Returns a jitted train step over a mesh: `(state, batch) -> (state, metrics)`.
 
@@ -78,7 +82,10 @@ def make_train_step(
         step in phases, and traces the loss once more to find out which sums it returns.
       mode: "jit" leaves the partitioning to the compiler. "shard_map" runs the loss on
         the rows of each device and adds the results up with an explicit `psum`. "pmap"
-        runs the whole step on each device with `jax.pmap`. Results are equal.
+        runs the whole step on each device with `jax.pmap`. Results are equal. Models
+        with variables that their forward pass changes, such as batch statistics, need
+        "jit". There every micro-batch sees the variables that the one before has
+        changed, and a micro-batch without examples changes none.
       batch_axes: the mesh axes over which rows are sharded.
       seed: the seed of the dropout keys.
       state_sharding: sharding of the state, or a tree of shardings; by default
@@ -87,11 +94,6 @@ def make_train_step(
         gradient, its norm, an update or the new optimizer state is not finite. The step
         still counts, and learning rate schedules advance (`skip_where`), so that the
         data and the learning rate still match the step number.
-      variable_rules: how the new values of variables that the loss changes are combined
-        over devices: the "mean", the "max", the value of the "first" device, or the
-        "sum" of their changes. The keys are Linen collections or types of NNX
-        variables. By default, batch statistics are averaged and no other variables may
-        change. Every micro-batch sees the variables that the one before has changed.
 
     Returns:
       The step. Its metrics, over all micro-batches, are "loss" (`loss_sum / weight`),
@@ -107,8 +109,7 @@ def make_train_step(
         seed is out of range, `tx` is not an optimizer, or `accumulate` is not a bool;
         with "pmap", if the state is sharded or the devices of a process are not
         adjacent in the mesh; when traced, if the loss breaks the contract, the state is
-        of another optimizer, or Flax's `BatchNorm` would normalize by the rows of each
-        device.
+        of another optimizer, or variables change in another mode than "jit".
       TypeError: when traced, if a tuple of micro-batches is passed without
         `accumulate`.
     """
@@ -125,8 +126,7 @@ def make_train_step(
         )
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = axis_names(mesh, batch_axes)
-    loss_fn = without_local_batch_norm(loss_fn, mesh, mode, axes)
-    local_sums = gradient_sums(loss_fn, check_rules(variable_rules))
+    local_sums = gradient_sums(loss_fn, updates_variables=mode == "jit")
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -199,28 +199,26 @@ def make_eval_step(
     Raises:
       ValueError: if `loss_fn` is not a function, or the mode or an axis is unknown;
         with "pmap", if the devices of a process are not adjacent in the mesh; when
-        traced, if the loss breaks the contract, changes variables of the model, or
-        normalizes by the rows of each device.
+        traced, if the loss breaks the contract or changes variables of the model.
     """
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = axis_names(mesh, batch_axes)
-    loss_fn = without_local_batch_norm(loss_fn, mesh, mode, axes)
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def call(state: TrainState) -> Any:
-            return call_loss(loss_fn, state, batch, keys)
+        def call(variables: Any) -> tuple[Metrics, Values]:
+            model = dataclasses.replace(checked_state(state), variables=variables).model
+            _, sums, returned = checked_loss(loss_fn, model, batch, keys)
+            return sums, values_after(variables, model, returned)
 
-        _, sums, _, new = call(state)
-        are_same = comparison(lambda state: call(state)[-1], state)
-        check_parameters("loss_fn", state, new, are_same)
-        check_unchanged("loss_fn", state.variables, new, are_same)
+        sums, new = call(state.variables)
+        check_unchanged(lambda x: call(x)[1], state.variables, new, EVALUATES)
         return sums, ()
 
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)
 
     @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        sums, _ = global_sums(state, batch)
+        sums, _ = global_sums(checked_state(state), batch)
         return mean_metrics(sums)
 
     if mode == "pmap":
