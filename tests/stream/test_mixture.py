@@ -157,33 +157,6 @@ def test_streams_with_the_same_bucket_have_a_program_each():
     assert num_traces == traced and min(weights.values()) > 0
 
 
-def test_batches_are_padded_to_a_bucket_of_their_own_component():
-    mesh = jb.data_mesh(jax.devices()[:1])
-    examples = {
-        "text": {"x": np.ones(3, np.int32)},
-        "audio": {"x": np.ones((3, 2), np.float32)},
-    }
-    shapes, specs = {"text": (4, 20), "audio": (4, 16)}, {}
-    for name, example in examples.items():
-        plan = jb.BucketPlan.from_shapes([shapes[name]])
-        specs |= jb.sharding.batch_specs(plan, example, mesh, component=name)
-
-    def count_more_tokens(state, batch):
-        return state + batch.num_tokens
-
-    steps = jb.compile_steps(
-        count_more_tokens,
-        jb.sharding.replicate(np.int32(0), mesh),
-        specs,
-        unplanned="longer",
-    )
-    for example in examples.values():
-        batch = jb.data.collate_rows([example], jb.Bucket(4, 12))
-        (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-        with pytest.warns(RuntimeWarning, match="It was padded to"):
-            assert int(steps(jb.sharding.replicate(np.int32(0), mesh), batch)) == 3
-
-
 def test_the_mixture_ends_with_the_stream_whose_turn_it_is():
     streams = {name: batches_of(name, num_epochs=1) for name in PLANS}
     alone = [batch for batch in batches_of("text", num_epochs=1)]
