@@ -11,8 +11,6 @@ import jax
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket, ComponentBucket
 
-_SPECS = "Pass `MeshLoader.specs`, or the result of `jb.sharding.batch_specs`."
-
 
 def check_step(step_fn: Any, state: Any, specs: Any) -> None:
     """Raises a ValueError if the arguments of `compile_steps` are invalid."""
@@ -27,19 +25,15 @@ def check_step(step_fn: Any, state: Any, specs: Any) -> None:
 
 
 def _check_specs(specs: Any) -> None:
-    if not isinstance(specs, Mapping):
-        raise ValueError(f"`specs` is {short(specs)}. {_SPECS}")
-    if not specs:
-        raise ValueError(f"`specs` is empty. {_SPECS}")
-    for bucket, batch in specs.items():
-        if not isinstance(bucket, Bucket) or not isinstance(batch, Batch):
+    remedy = "Pass `MeshLoader.specs`, or the result of `jb.sharding.batch_specs`."
+    if not isinstance(specs, Mapping) or not specs:
+        raise ValueError(f"`specs` is {short(specs)}. {remedy}")
+    for key, batch in specs.items():
+        if not isinstance(batch, Batch):
+            raise ValueError(f"`specs` has {short(batch)}, not a `Batch`. {remedy}")
+        if batch.bucket != Bucket(key.batch_size, key.seq_len):
             raise ValueError(
-                f"`specs` has {short(batch)} for {short(bucket)}, not a `Batch` of "
-                f"shapes for a `Bucket`. {_SPECS}"
-            )
-        if batch.bucket != Bucket(bucket.batch_size, bucket.seq_len):
-            raise ValueError(
-                f"`specs[{bucket}]` is a batch of shape {batch.bucket}. {_SPECS}"
+                f"`specs[{key}]` is a batch of shape {batch.bucket}. {remedy}"
             )
 
 

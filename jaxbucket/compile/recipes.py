@@ -46,7 +46,11 @@ class Precompiled:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
-        return dataclasses.asdict(self) | {"programs": self.report.to_dict()}
+        return {
+            "programs": self.report.to_dict(),
+            "failures": self.failures,
+            "seconds": self.seconds,
+        }
 
 
 def precompile(
