@@ -24,11 +24,6 @@ from jaxbucket.compile.mismatch import check_step, short
 from jaxbucket.compile.report import CompileReport
 from jaxbucket.compile.steps import compile_with
 
-_REMEDY = (
-    "It must return (step_fn, state, specs), the arguments of `compile_steps`, or a "
-    "dict of such triples."
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Precompiled:
@@ -136,7 +131,10 @@ def _call(
     try:
         _check_steps(steps, plan)
     except ValueError as error:
-        raise ValueError(f"{name}: The recipe returned {error} {_REMEDY}") from None
+        raise ValueError(
+            f"{name}: The recipe returned {error} It must return (step_fn, state, "
+            "specs), the arguments of `compile_steps`, or a dict of such triples."
+        ) from None
     return steps
 
 

@@ -237,18 +237,10 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
             raise ValueError(difference)
 
     def run(self, state: Any, *args: Any) -> Any:
-        """Runs the executable of the batch's bucket.
+        """Runs the executable of a batch's bucket; returns the outputs of the step.
 
-        Args:
-          state: a state with the shapes, dtypes and shardings of the initial one.
-          *args: the remaining arguments of the step function. The last one is the
-            batch, which `check_batch` has checked.
-
-        Returns:
-          The outputs of the step function.
-
-        Raises:
-          ValueError: if the state differs from that which was compiled for.
+        The last argument is the batch, which `check_batch` has checked. Raises a
+        ValueError if the state differs from the one that was compiled for.
         """
         batch = args[-1]
         difference = self._may_compile and batch_difference(batch, self._specs)
@@ -261,28 +253,19 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
             return self.throttle(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
-        """Runs the program of a bucket or a phase.
+        """Runs the program of a bucket or a phase; returns its outputs.
 
-        Args:
-          label: a bucket, or the name of a phase.
-          *args: the arguments of the program; the first one is the state.
-
-        Returns:
-          The outputs of the program.
-
-        Raises:
-          ValueError: if the arguments differ from those that were compiled for.
+        Raises a ValueError if the arguments differ from those that were compiled for.
         """
-        executable = self._executables[label]
         try:
-            return self.throttle(executable(*args))
+            return self.throttle(self._executables[label](*args))
         except (TypeError, ValueError) as error:
             # jax names what differs.
             hint = any(name in str(error) for name in _OF_TRAINING)
             raise ValueError(
                 f"The state differs from the one that {label} was compiled for. "
-                f"{error}\nPass one with the same arrays and constants, or "
-                f"compile again. {_FOR_EVALUATION if hint else ''}"
+                f"{error}\nPass one with the same arrays and constants, or compile "
+                f"again. {_FOR_EVALUATION if hint else ''}"
             ) from error
 
     def throttle(self, result: Any) -> Any:
@@ -291,12 +274,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         This limits how far a loop that never reads its metrics runs ahead of the
         devices. Every pending step keeps its batch in memory; and without a limit, two
         processes with two CPU devices each sometimes hang (jax 0.10, one run in nine).
-
-        Args:
-          result: the outputs of a step. Its last leaf must not be donated later.
-
-        Returns:
-          The same result.
+        The last leaf of the result must not be donated later.
         """
         leaves = jax.tree.leaves(result)
         if leaves:
