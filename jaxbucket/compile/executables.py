@@ -158,11 +158,14 @@ class Executables:
         """Says once why none of the folder's programs of these functions was found."""
         if self._has_loaded or jax.process_index() != 0:
             return
+        others = [
+            x for x in self._folder.glob(f"*{_SUFFIX}") if x.name not in self._saved
+        ]
         headers = []
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path.name not in self._saved:
-                with contextlib.suppress(OSError, ValueError):
-                    headers.append(_read(path)[0])
+        for path in others:
+            with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+                file.readline()
+                headers.append(json.loads(file.readline()))
         names = set(self._saved.values())
         why = _difference(
             [x for x in headers if x["process"] == 0 and x["report"]["name"] in names],
