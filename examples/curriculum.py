@@ -162,11 +162,7 @@ def train(
         state, position, _ = checkpoints.restore(state)
         batches = batches.resume(position)
     step_fn = jb.make_train_step(recipe.loss_fn, tx, mesh)
-    # The buckets of the first steps are compiled first.
-    opening = schedule.bucket_order(batches.start_step)
-    train_step = jb.compile_steps(
-        step_fn, state, batches.specs, opening=opening, progress=False
-    )
+    train_step = jb.compile_steps(step_fn, state, batches.specs, progress=False)
     steps = []
     for number, batch in enumerate(batches, batches.start_step):
         state, metrics = train_step(state, batch)

@@ -29,7 +29,6 @@ with _lazy_names(globals()):
     from jaxbucket.base.batch import Batch as Batch
     from jaxbucket.base.bucket import Bucket as Bucket
     from jaxbucket.base.buckets import BucketPlan as BucketPlan
-    from jaxbucket.compile.executable_cache import ExecutableCache as ExecutableCache
     from jaxbucket.compile.steps import compile_steps as compile_steps
     from jaxbucket.data.lengths.measure import measure_lengths as measure_lengths
     from jaxbucket.data.pipeline import batch_dataset as batch_dataset

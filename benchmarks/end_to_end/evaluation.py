@@ -35,8 +35,6 @@ class HeldOut:
             eval_step,
             state,
             part.specs(mesh),
-            # Training does not wait for the evaluation steps to compile, either.
-            opening=part.schedule.bucket_order() if args.opening else (),
             executables=executables(args),
         )
         self.curve: list[dict[str, Any]] = []
@@ -63,9 +61,9 @@ class HeldOut:
         )
 
 
-def executables(args: argparse.Namespace) -> jb.ExecutableCache | None:
-    """Returns the cache of executables, by default in the folder of checkpoints."""
+def executables(args: argparse.Namespace) -> pathlib.Path | str | None:
+    """Returns the folder of executables, by default in the folder of checkpoints."""
     folder = args.executables
     if folder is None and args.checkpoint and "://" not in args.checkpoint:
         folder = pathlib.Path(args.checkpoint, "executables")
-    return jb.ExecutableCache(folder, verify=args.verify) if folder else None
+    return folder

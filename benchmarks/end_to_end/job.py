@@ -102,7 +102,6 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
     train_plan = planned.plan
     if args.policy != "bucketed":
         train_plan = shapes.plan(lengths, shapes.limits_of(limits), 1, "optimal")
-    opening = shapes.opening(train_plan, lengths, args.opening)
     packing = shapes.packing(planned, lengths)
     evaluated = planned.plan
     if args.pack != "never":
@@ -116,9 +115,7 @@ def prepare(args: argparse.Namespace, processes: jb.Processes) -> Job:
         planned,
         Part(
             splits.train,
-            jb.BatchSchedule(
-                train_plan, lengths, seed=args.seed, opening=opening, packing=packing
-            ),
+            jb.BatchSchedule(train_plan, lengths, seed=args.seed, packing=packing),
         ),
         Part(splits.held_out, jb.BatchSchedule(evaluated, held_out, order="source")),
     )

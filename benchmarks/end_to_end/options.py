@@ -92,18 +92,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--checkpoint. Loading an executable runs its code, so use only folders that "
         "you trust",
     )
-    compiling.add_argument(
-        "--verify",
-        choices=("all", "one"),
-        default="all",
-        help="how many programs to trace to check that the executables are up to date",
-    )
-    compiling.add_argument(
-        "--opening",
-        type=positive,
-        metavar="STEPS",
-        help="number of steps with one shape, while the other shapes are compiled",
-    )
     model = parser.add_argument_group("model and training")
     model.add_argument("--width", type=even, default=128, help="width of the model")
     model.add_argument("--layers", type=positive, default=2, help="layers of the model")
@@ -206,8 +194,6 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(words)
     check_plan(parser, args)
-    if args.opening and args.policy not in policies.RESUMABLE:
-        parser.error(f"--opening is not supported with --policy {args.policy}")
     if args.compare:
         check_compare(parser, args)
     elif args.seeds > 1 or args.markdown:
@@ -240,7 +226,6 @@ def without_packing(args: argparse.Namespace) -> list[str]:
     options = {
         "--boundaries": args.boundaries != "optimal",
         "--num-buckets auto": args.num_buckets == "auto",
-        "--opening": args.opening is not None,
         "--plan": args.plan is not None and (args.compare or args.pack == "auto"),
     }
     return [name for name, is_taken in options.items() if is_taken]

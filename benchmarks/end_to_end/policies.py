@@ -50,9 +50,6 @@ class Jitted:
         """An empty report, because nothing is compiled ahead of time."""
         return jb.compile.CompileReport(())
 
-    def wait(self) -> None:
-        """Returns immediately, because nothing is compiled in the background."""
-
     def __call__(self, state: Any, batch: jb.Batch) -> Any:
         if batch.bucket in self.seconds:
             return self._step_fn(state, batch)

@@ -108,9 +108,6 @@ def run(
         "train_step": steps.seconds_waited,
         "eval_step": held_out.steps.seconds_waited,
     }
-    # Programs that were compiled during the opening also count as ahead.
-    steps.wait()
-    held_out.steps.wait()
     ahead = {
         "train_step": steps.report.num_compiled,
         "eval_step": held_out.steps.report.num_compiled,
@@ -175,12 +172,10 @@ def compile_train(
     step = training.make_step(args, tx, job.mesh, progress.state)
     if args.policy == "dynamic":
         return policies.Jitted(step)
-    opening = job.train.schedule.bucket_order(progress.step) if args.opening else ()
     return jb.compile_steps(
         step,
         progress.state,
         job.train.specs(job.mesh),
-        opening=opening,
         executables=executables(args),
     )
 

@@ -166,17 +166,6 @@ def plan_from_file(path: str, packed: bool) -> Planned:
         raise ValueError(f"`--plan {path}`: {error}") from None
 
 
-def opening(
-    plan: jb.BucketPlan, lengths: np.ndarray, steps: int | None
-) -> list[tuple[jb.Bucket, int]]:
-    """Returns an opening with `steps` steps of the bucket with the most batches."""
-    if steps is None:
-        return []
-    batches = [bucket.batches for bucket in jb.report(plan, lengths).buckets]
-    largest = int(np.argmax(batches))
-    return [(plan.buckets[largest], min(steps, batches[largest]))]
-
-
 def by_time(
     args: argparse.Namespace,
     lengths: np.ndarray,

@@ -36,13 +36,7 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
     "--key",
     default="",
     show_default=False,
-    help="The `key` that the job passes to `ExecutableCache`, if it passes one.",
-)
-@click.option(
-    "--max-gb",
-    type=float,
-    default=8.0,
-    help="Maximum size of the folder in GB (1e9 bytes).",
+    help="The `executables_key` of the job, if it passes one.",
 )
 @click.option(
     "--xla-cache", type=_FOLDER, help="Also fill jax's compilation cache here."
@@ -66,7 +60,6 @@ def precompile(
     plan: pathlib.Path,
     cache: pathlib.Path | None,
     key: str,
-    max_gb: float,
     xla_cache: pathlib.Path | None,
     memory_gb: float | None,
     workers: int | None,
@@ -83,30 +76,37 @@ def precompile(
     if memory_gb is not None and math.isnan(memory_gb):
         raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
     shapes = read_plan(plan)
-    from jaxbucket.compile.cache_file import check_writable
-    from jaxbucket.compile.executable_cache import ExecutableCache
+    from jaxbucket.compile.executables import check_writable
     from jaxbucket.compile.recipes import precompile
     from jaxbucket.compile.xla_cache import use_xla_cache
     from jaxbucket.data.lengths.functions import load_function
     from jaxbucket.distributed.processes import Processes
 
     function = load_function(recipe)
-    # Every stored executable is checked against the current program.
-    executables = cache and ExecutableCache(cache, "all", key, max_gb)
     with Processes() as processes:
         if xla_cache is not None:
             check_writable("xla_cache", xla_cache)
             use_xla_cache(xla_cache)
         done = precompile(
-            function, shapes, *arguments, executables=executables, workers=workers
+            function,
+            shapes,
+            *arguments,
+            executables=cache,
+            executables_key=key,
+            workers=workers,
         )
-    above = [] if memory_gb is None else done.above_memory(memory_gb)
-    not_kept = [] if cache is None else done.not_saved()
+    peaks = {f"{p.name} {p.label}": p.peak_bytes for p in done.report.programs}
+    limit = math.inf if memory_gb is None else memory_gb * 1e9
+    # Memory that is unknown is above any limit.
+    above = [x for x, peak in peaks.items() if limit < (peak or math.inf)]
+    not_kept = [
+        f"{p.name} {p.label}" for p in done.report.programs if cache and not p.file
+    ]
     checked = {"cache": cache and str(cache), "above": above, "not_kept": not_kept}
     if processes.index == 0:
         show(as_json, checked | done.to_dict(), done.report)
-    for failure in done.failures:
-        click.echo(f"{failure.step} {failure.label}: {failure.error}", err=True)
+    for name, error in done.failures.items():
+        click.echo(f"{name}: {error}", err=True)
     for name in above:
         click.echo(
             f"{name} needs more than --memory-gb {memory_gb:g}, or its memory use is "

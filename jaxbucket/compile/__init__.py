@@ -1,15 +1,14 @@
 """One executable per bucket, compiled ahead of time.
 
-`steps` compiles a step function for every bucket, in the threads of a `build` job, and
-dispatches each batch to its executable. `executable_cache` stores executables in files,
-`guard` reports unplanned compilations, and `recipes` compiles before a job starts.
+`steps` has a step function built for every bucket, by `build`, and dispatches each
+batch to its executable. `executables` stores executables in files, `guard` reports
+unplanned compilations, and `recipes` compiles before a job starts.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.compile.events import count_compiles as count_compiles
-    from jaxbucket.compile.executable_cache import ExecutableCache as ExecutableCache
     from jaxbucket.compile.report import CompileReport as CompileReport
     from jaxbucket.compile.report import ProgramReport as ProgramReport
     from jaxbucket.compile.steps import CompiledSteps as CompiledSteps

@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
@@ -28,7 +28,9 @@ _are_compiles_allowed: ContextVar[bool] = ContextVar(
     "are compiles allowed", default=False
 )
 _last_trace: ContextVar[Trace | None] = ContextVar("last trace", default=None)
-_listeners: list[Callable[[str], None]] = []
+# Called with the name of a function that XLA compiles, and its trace if it is known.
+_Listener: TypeAlias = Callable[[str, Trace | None], None]
+_listeners: list[_Listener] = []
 
 
 @contextlib.contextmanager
@@ -54,45 +56,40 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
     """
     compiles: collections.Counter[str] = collections.Counter()
 
-    def count(name: str) -> None:
+    def count(name: str, trace: Trace | None) -> None:
         compiles[name] += 1
 
-    stop = listen_to_compiles(count)
+    listen(count)
     try:
         yield compiles
     finally:
-        stop()
+        _listeners.remove(count)
 
 
-def listen_to_compiles(listener: Callable[[str], None]) -> Callable[[], None]:
-    """Calls a listener with the name of each function that XLA compiles.
-
-    Args:
-      listener: is called in the thread that compiles. Its errors are raised there.
-
-    Returns:
-      A function that removes the listener.
-    """
-    _listen()
-    _listeners.append(listener)
-    return lambda: _listeners.remove(listener)
+def listen(listener: _Listener) -> None:
+    """Calls a listener whenever XLA compiles a function, in the compiling thread."""
+    _register()
+    if listener not in _listeners:
+        _listeners.append(listener)
 
 
 @functools.cache
-def _listen() -> None:
+def _register() -> None:
     """Starts to pass jax's events to `_receive`, as long as the process lives."""
     # Only jax holds this object. So it is finalized if another library clears all of
     # jax's listeners, and the next one takes its place.
     receiver = functools.partial(_receive)
     jax.monitoring.register_event_duration_secs_listener(receiver)
-    weakref.finalize(receiver, _listen.__wrapped__).atexit = False
+    weakref.finalize(receiver, _register.__wrapped__).atexit = False
 
 
 def _receive(event: str, duration_secs: float, **details: Any) -> None:
     if event == _COMPILE_EVENT:
         name = _name.get() or str(details.get("fun_name", "?"))
+        name = name.removeprefix("jit(").removesuffix(")")
+        trace = take_trace(name)
         for listener in tuple(_listeners):
-            listener(name.removeprefix("jit(").removesuffix(")"))
+            listener(name, trace)
 
 
 @contextlib.contextmanager

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from jaxbucket.compile.events import (
-    Trace,
-    are_compiles_allowed,
-    listen_to_compiles,
-    take_trace,
-)
+from jaxbucket.compile.events import Trace, are_compiles_allowed, listen
 
 OnCompile: TypeAlias = Literal["warn", "raise", "ignore"]
 
@@ -46,7 +40,7 @@ class CompileGuard:
         self._action = action
         self.explain = explain
         if action != "ignore":
-            _listen()
+            listen(_on_compile)
             with _lock:
                 _guards.add(self)
 
@@ -68,17 +62,7 @@ _guards: weakref.WeakSet[CompileGuard] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-@functools.cache
-def _listen() -> None:
-    """Starts the listener of all guards.
-
-    All guards share one listener, because reading a trace removes it.
-    """
-    listen_to_compiles(_on_compile)
-
-
-def _on_compile(name: str) -> None:
-    trace = take_trace(name)
+def _on_compile(name: str, trace: Trace | None) -> None:
     if are_compiles_allowed():
         return
     with _lock:

@@ -12,26 +12,32 @@ import jax
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.padding import PadValue
-from jaxbucket.compile.check_step import check_step
-from jaxbucket.compile.events import Trace, allow_compiles, record_arguments, shapes_of
-from jaxbucket.compile.executable_cache import ExecutableCache
+from jaxbucket.compile.build import (
+    Build,
+    CompileOptions,
+    Label,
+    Program,
+    Unplanned,
+)
+from jaxbucket.compile.events import Trace, allow_compiles, record_arguments
 from jaxbucket.compile.guard import CompileGuard, OnCompile
 from jaxbucket.compile.mismatch import (
     batch_difference,
     check_is_batch,
+    check_step,
     spec_bucket,
-    state_difference,
 )
-from jaxbucket.compile.options import CompileOptions, Unplanned
-from jaxbucket.compile.pad import BucketPadder
-from jaxbucket.compile.program import Label, Program
 from jaxbucket.compile.report import CompileReport
-from jaxbucket.compile.xla_cache import use_xla_cache
 
 _Result = TypeVar("_Result")
 # Enough to keep a device busy even if steps are short.
 _MAX_IN_FLIGHT = 8
+# Parts of a training state that evaluation does not need.
+_OF_TRAINING = ("frozen", "opt_state", "loss_scale")
+_FOR_EVALUATION = (
+    "For evaluation or prediction, compile for `jb.create_state(state, mesh=mesh)`, "
+    "which has neither an optimizer nor frozen parameters, and pass such states."
+)
 
 
 def compile_steps(
@@ -40,11 +46,9 @@ def compile_steps(
     specs: Mapping[Bucket, Batch],
     *,
     workers: int | None = None,
-    opening: Bucket | Sequence[Bucket] = (),
-    executables: ExecutableCache | str | os.PathLike[str] | None = None,
-    xla_cache: str | os.PathLike[str] | None = None,
+    executables: str | os.PathLike[str] | None = None,
+    executables_key: str = "",
     unplanned: Unplanned = "raise",
-    pad_value: PadValue = 0,
     on_compile: OnCompile = "warn",
     progress: bool = True,
 ) -> CompiledSteps[_Result]:
@@ -79,25 +83,14 @@ def compile_steps(
       workers: the number of programs to compile at the same time, while the next one is
         traced. Defaults to half the number of CPU cores, because XLA's compiler itself
         uses more than one.
-      opening: a bucket to compile first, by itself, so that training can start with it
-        (`BatchSchedule(..., opening=[(bucket, steps)])`). The other buckets are then
-        compiled in background threads, and a step waits only if its bucket is not
-        ready. Of a sequence of buckets, the first is compiled by itself, and the others
-        follow in the given order.
-      executables: a folder, or an `ExecutableCache`, to save executables in, and to
-        load them from instead of compiling.
-      xla_cache: a folder for jax's own compilation cache. It applies to everything that
-        this process compiles from now on, and saves the time of XLA, but not of
-        tracing. On CPUs, programs saved in `executables` are not added to it.
+      executables: a folder to save executables in, and to load them from instead of
+        compiling. Loading a file can execute arbitrary code, so choose a folder to
+        which only people you trust can write.
+      executables_key: anything else that executables depend on. The folder already
+        distinguishes programs, versions, devices, processes and XLA flags.
       unplanned: how to treat a batch that differs from the plan. "raise" raises a
-        ValueError. "longer" pads a batch of a different shape, with empty rows and
-        `pad_value`, to the bucket with the fewest tokens that it fits in. "jit"
-        compiles a program for it. The last two warn once about each difference.
-      pad_value: the value with which "longer" pads sequences: name -> number, with 0
-        for other features; or a single number if there is only one sequence. Pass the
-        value with which the batches were padded. Of the components of a mixture, it
-        applies to those in which the feature is a sequence; batches of a component
-        whose dtype cannot hold it are not padded, and raise a ValueError.
+        ValueError. "jit" compiles a program for it, and warns once about each
+        difference.
       on_compile: the action if XLA compiles a function of this name after all programs
         are ready: "warn", "raise" or "ignore".
       progress: whether to show a progress bar on a terminal.
@@ -108,30 +101,17 @@ def compile_steps(
     Raises:
       ValueError: if `step_fn` is not callable; if `state` contains values that are not
         arrays, or shapes without a sharding; if `specs` is empty or not from
-        `batch_specs`; if `opening` names a bucket that is not in `specs`; if an option
-        is unknown; if `workers` is not positive; if `pad_value` is a nonzero number for
-        several sequences, names an unknown feature, or does not fit its dtype in any
-        component; if jax's compilation cache already uses a different folder.
-      RuntimeError: if another process compiles different programs, or has failed.
+        `batch_specs`; if an option is unknown; if `workers` is not positive; or if
+        `executables` is not on a file system.
       Exception: any error of tracing or compiling, with a note that names the bucket.
     """
     options = CompileOptions(
-        workers,
-        (opening,) if isinstance(opening, Bucket) else tuple(opening),
-        executables
-        if executables is None or isinstance(executables, ExecutableCache)
-        else ExecutableCache(executables),
-        unplanned,
-        on_compile,
-        progress,
-        pad_value=pad_value,
+        workers, executables, executables_key, unplanned, on_compile, progress
     )
-    if xla_cache is not None:
-        use_xla_cache(xla_cache)
-    return compile_by(options, step_fn, state, specs)
+    return compile_with(options, step_fn, state, specs)
 
 
-def compile_by(
+def compile_with(
     options: CompileOptions,
     step_fn: Callable[[Any, Batch], _Result],
     state: Any,
@@ -176,8 +156,12 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
       options: the options of the compilation.
       phases: further programs that every step needs, besides those of the buckets.
 
+    Attributes:
+      report: the seconds, bytes and operations of each program.
+      failures: the errors of buckets and phases, if the options say to keep going.
+      seconds_waited: the time that it took to compile all programs.
+
     Raises:
-      ValueError: if the options do not fit these specs.
       Exception: any error of tracing or compiling a bucket.
     """
 
@@ -189,19 +173,24 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         options: CompileOptions,
         phases: Sequence[Program] = (),
     ):
-        order = options.order(specs)
+        # The longest first. The name makes the order of ties the same in all processes.
+        order = sorted(
+            specs, key=lambda b: (b.tokens_per_row, b.batch_size, str(b)), reverse=True
+        )
         programs = [Program(b, step_fn, (*leading_args, specs[b])) for b in order]
+        build = Build([*phases, *programs], options)
+        self.report: CompileReport = build.report
+        self.failures: dict[Label, Exception] = build.failures
+        self.seconds_waited = build.seconds
+        self._executables = build.executables
         self._step_fn = step_fn
         self._specs = dict(specs)
-        self._state = shapes_of(leading_args[0])
-        self._unplanned = options.unplanned
-        self._pad = BucketPadder(self._specs, options.pad_value)
+        self._may_compile = options.unplanned == "jit"
         self._compiled_for: set[str] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        self._job = options.build([*phases, *programs[:1]], programs[1:])
         # Not a method, which would keep these steps alive in a reference cycle with
         # their guard.
-        explain = functools.partial(_explain, self._specs, self._state)
+        explain = functools.partial(_explain, self._specs)
         self._guard = CompileGuard(
             step_fn, programs[0].name, options.on_compile, explain
         )
@@ -209,7 +198,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
     def __getitem__(self, bucket: Bucket) -> Any:
         if bucket not in self._specs:
             raise KeyError(bucket)
-        return self._job[bucket]
+        return self._executables[bucket]
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._specs)
@@ -218,34 +207,10 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         return len(self._specs)
 
     @property
-    def report(self) -> CompileReport:
-        """The seconds, bytes and operations of each program that is ready."""
-        return self._job.report
-
-    @property
     def seconds(self) -> dict[Bucket, float]:
         """Bucket -> seconds to build it, possibly while others were built as well."""
         by_label = {p.label: p.seconds for p in self.report.programs}
         return {b: by_label[str(b)] for b in self._specs if str(b) in by_label}
-
-    @property
-    def seconds_waited(self) -> float:
-        """Seconds spent waiting, at launch and later for buckets not yet ready."""
-        return self._job.seconds_waited
-
-    @property
-    def failures(self) -> dict[Label, BaseException]:
-        """The errors of buckets and phases so far."""
-        return self._job.failures()
-
-    def wait(self) -> None:
-        """Waits until all programs are ready.
-
-        Raises:
-          Exception: any error of tracing or compiling a bucket.
-        """
-        for label in self._job:
-            self._job[label]
 
     def __call__(self, state: Any, batch: Batch) -> _Result:
         """Runs the executable of the batch's bucket.
@@ -261,54 +226,26 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
           ValueError: if the batch has a shape, dtype or feature outside the plan, or
             the state differs from the initial one in shape, dtype or sharding.
         """
-        return self.run(state, self.fit(batch))
+        self.check_batch(batch)
+        return self.run(state, batch)
 
-    def fit(self, batch: Batch) -> Batch:
-        """Returns the batch, padded to a bucket if `unplanned` is "longer".
-
-        Args:
-          batch: a global batch, from `prefetch_to_mesh`.
-
-        Raises:
-          ValueError: if the batch differs from the plan and `unplanned` is "raise"; or
-            if `unplanned` is "longer" and the batch fits in no bucket, or `pad_value`
-            does not fit its dtypes.
-        """
+    def check_batch(self, batch: Batch) -> None:
+        """Raises a ValueError if a batch differs from the plan, unless "jit" is set."""
         check_is_batch("batch", batch)
         difference = batch_difference(batch, self._specs)
-        if difference is None or self._unplanned == "jit":
-            return batch
-        if self._unplanned == "raise":
+        if difference is not None and not self._may_compile:
             raise ValueError(difference)
-        return self._pad(batch, difference)
 
     def run(self, state: Any, *args: Any) -> Any:
-        """Runs the executable of the batch's bucket.
+        """Runs the executable of a batch's bucket; returns the outputs of the step.
 
-        If `unplanned` is "jit", it compiles a program for other arguments.
-
-        Args:
-          state: a state with the shapes, dtypes and shardings of the initial one.
-          *args: the remaining arguments of the step function. The last one is the
-            batch, as `fit` returns it.
-
-        Returns:
-          The outputs of the step function.
-
-        Raises:
-          ValueError: if the arguments differ from those that were compiled for, unless
-            `unplanned` is "jit".
+        The last argument is the batch, which `check_batch` has checked. Raises a
+        ValueError if the state differs from the one that was compiled for.
         """
-        batch, may_compile = args[-1], self._unplanned == "jit"
-        difference = batch_difference(batch, self._specs) if may_compile else None
-        if difference is None:
-            try:
-                bucket = spec_bucket(batch, self._specs)
-                return self.run_program(bucket, state, *args)
-            except ValueError as error:
-                if not may_compile:
-                    raise
-                difference = str(error)
+        batch = args[-1]
+        difference = self._may_compile and batch_difference(batch, self._specs)
+        if not difference:
+            return self.run_program(spec_bucket(batch, self._specs), state, *args)
         if difference not in self._compiled_for:
             self._compiled_for.add(difference)
             self._guard.report(difference)
@@ -316,25 +253,20 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
             return self.throttle(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
-        """Runs the program of a bucket or a phase.
+        """Runs the program of a bucket or a phase; returns its outputs.
 
-        Args:
-          label: a bucket, or the name of a phase.
-          *args: the arguments of the program; the first one is the state.
-
-        Returns:
-          The outputs of the program.
-
-        Raises:
-          ValueError: if the arguments differ from those that were compiled for.
+        Raises a ValueError if the arguments differ from those that were compiled for.
         """
-        executable = self._job[label]
         try:
-            return self.throttle(executable(*args))
+            return self.throttle(self._executables[label](*args))
         except (TypeError, ValueError) as error:
-            # Only compared after a failure, because each comparison takes time.
-            difference = args and state_difference(args[0], self._state, label)
-            raise ValueError(difference or str(error)) from error
+            # jax names what differs.
+            hint = any(name in str(error) for name in _OF_TRAINING)
+            raise ValueError(
+                f"The state differs from the one that {label} was compiled for. "
+                f"{error}\nPass one with the same arrays and constants, or compile "
+                f"again. {_FOR_EVALUATION if hint else ''}"
+            ) from error
 
     def throttle(self, result: Any) -> Any:
         """Waits for the result of an earlier step, and returns the given result.
@@ -342,12 +274,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         This limits how far a loop that never reads its metrics runs ahead of the
         devices. Every pending step keeps its batch in memory; and without a limit, two
         processes with two CPU devices each sometimes hang (jax 0.10, one run in nine).
-
-        Args:
-          result: the outputs of a step. Its last leaf must not be donated later.
-
-        Returns:
-          The same result.
+        The last leaf of the result must not be donated later.
         """
         leaves = jax.tree.leaves(result)
         if leaves:
@@ -360,20 +287,16 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         return result
 
 
-def _explain(
-    specs: Mapping[Bucket, Batch], state_shapes: Any, trace: Trace | None
-) -> str:
+def _explain(specs: Mapping[Bucket, Batch], trace: Trace | None) -> str:
     """Returns why a step was compiled again, as part of a message."""
     if trace is None:
         return (
             "it, or a different function of the same name, was called directly. Call "
             "the result of `compile_steps`, or rename the other function."
         )
-    state, *_, batch = trace.args
-    difference = (
-        batch_difference(batch, specs)
-        or state_difference(state, state_shapes, batch.bucket)
-        or f"{batch.bucket} has an executable, perhaps for different shardings."
+    batch = trace.args[-1]
+    difference = batch_difference(batch, specs) or (
+        f"{batch.bucket} has an executable, perhaps for a different state."
     )
     return (
         f"{difference} The step function was called directly. Call the result of "

@@ -19,9 +19,6 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.schedule.example_draws import BatchDraws
 
-# Steps that are searched for the first batch of every bucket.
-_MAX_STEPS_SEARCHED = 4096
-
 
 class Schedule(abc.ABC):
     """An endless sequence of batches, indexed by the step.
@@ -232,34 +229,6 @@ class Schedule(abc.ABC):
         first = self.first_step
         draws = self._draws(self._check_step(step) - first)
         return tuple(x._replace(first_step=first + x.first_step) for x in draws)
-
-    def bucket_order(self, start_step: int = 0) -> list[Bucket]:
-        """Returns the buckets in the order in which the schedule first uses them.
-
-        Pass the result to `compile_steps(..., opening=)`. Only a few thousand steps are
-        searched. Buckets that they do not use come last, the longest first.
-
-        Example:
-          >>> from jaxbucket import BatchSchedule, plan_buckets
-          >>> lengths = [2] * 9 + [9] * 2
-          >>> plan = plan_buckets(lengths, max_tokens=18, num_buckets=2)
-          >>> print(*BatchSchedule(plan, lengths, order="descending").bucket_order())
-          [2, 9] [9, 2]
-
-        Args:
-          start_step: the first step of the search.
-
-        Raises:
-          IndexError: if `start_step` is negative or before `first_step`.
-        """
-        # A dict serves as an ordered set.
-        order: dict[Bucket, None] = {}
-        num_steps = min(len(self), _MAX_STEPS_SEARCHED)
-        for step in range(start_step, start_step + num_steps):
-            order.update(dict.fromkeys(x.bucket for x in self.micro_batches(step)))
-            if len(order) == len(self.buckets):
-                break
-        return list(order | dict.fromkeys(reversed(self.buckets)))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch of a step, counted from 0.

@@ -21,10 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.compile.build import CompileOptions, Program
 from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.mismatch import check_is_batch
-from jaxbucket.compile.options import CompileOptions
-from jaxbucket.compile.program import Program
 from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.train.loss import Metrics, row_keys
@@ -262,7 +261,9 @@ class CompiledAccumulation(CompiledSteps):
           ValueError: if `batch` is not a tuple of matching batches, or one of them has
             a shape, dtype or feature outside the plan.
         """
-        micro_batches = [self.fit(x) for x in _checked(batch, self._replicated)]
+        micro_batches = _checked(batch, self._replicated)
+        for micro_batch in micro_batches:
+            self.check_batch(micro_batch)
         accumulated = self._phase("begin")
         for micro_batch in micro_batches:
             accumulated = self.run(state, accumulated, micro_batch)

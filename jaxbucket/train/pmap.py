@@ -22,9 +22,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.compile.events import compiling_as, record_call
-from jaxbucket.compile.jax_settings import trace_key, with_prng_in_cache_keys
 
 _DEVICES = "devices"
+# The options of jax that change what a step computes.
+_SETTINGS = (
+    *("jax_default_prng_impl", "jax_threefry_partitionable", "jax_enable_x64"),
+    *("jax_default_matmul_precision", "jax_numpy_dtype_promotion"),
+)
 
 
 class PmapStep:
@@ -87,14 +91,13 @@ class PmapStep:
         *replicated, batch = args
         _check_replicated(replicated)
         with_axis = jax.eval_shape(self._put_axis, batch)
-        with with_prng_in_cache_keys():
-            lowered = PmapLowered(
-                self._name,
-                self._put_axis.lower(batch),
-                # With several processes, pmap would turn a `ShapeDtypeStruct` into an
-                # array. It leaves a `ShapedArray` unchanged.
-                self._mapped.lower(*jax.tree.map(_abstract, (*replicated, with_axis))),
-            )
+        lowered = PmapLowered(
+            self._name,
+            self._put_axis.lower(batch),
+            # With several processes, pmap would turn a `ShapeDtypeStruct` into an
+            # array. It leaves a `ShapedArray` unchanged.
+            self._mapped.lower(*jax.tree.map(_abstract, (*replicated, with_axis))),
+        )
         # Record the global shapes, not those of a single device.
         record_call(self._fn, args)
         return lowered
@@ -102,7 +105,8 @@ class PmapStep:
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = structure, shapes, trace_key()
+        settings = tuple(getattr(jax.config, name) for name in _SETTINGS)
+        key = structure, shapes, settings
         if key not in self._compiled:
             self._compiled[key] = self.lower(*args).compile()
         return self._compiled[key](*args)
@@ -154,14 +158,16 @@ class PmapLowered:
         put_axis = self.put_axis.compile()
         # jax reports every pmapped function as `_fun`.
         with compiling_as(self.name):
-            return PmapCompiled(put_axis, self.mapped.compile())
+            return self.join(put_axis, self.mapped.compile())
 
     @property
-    def out_tree(self) -> Any:
-        return self.mapped.out_tree
+    def stages(self) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
+        """Both programs, which are compiled one by one."""
+        return self.put_axis, self.mapped
 
-    def as_text(self) -> str:
-        return f"{self.put_axis.as_text()}\n{self.mapped.as_text()}"
+    def join(self, *stages: jax.stages.Compiled) -> PmapCompiled:
+        """Returns the step that consists of both executables."""
+        return PmapCompiled(*stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +176,11 @@ class PmapCompiled:
 
     put_axis: jax.stages.Compiled
     mapped: jax.stages.Compiled
+
+    @property
+    def stages(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+        """Both executables."""
+        return self.put_axis, self.mapped
 
     def __call__(self, *args: Any) -> Any:
         *replicated, batch = args

@@ -1,10 +1,7 @@
 """Tests of precompiling the shapes of a plan: the function and the command."""
 
-import dataclasses
-import io
 import json
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -13,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 import jaxbucket as jb
 from jaxbucket.cli import main
@@ -65,10 +61,6 @@ def raising(plan, kind="KeyError"):
     raise errors.get(kind) or KeyError("no such model" + "\nmore" * 300)
 
 
-def deep(plan):
-    return int("three")
-
-
 def of_another_plan(plan):
     return recipe(jb.BucketPlan.from_shapes([(8, 4), (4, 9)]))
 
@@ -89,25 +81,22 @@ def start(folder, dtype=np.float32):
 @pytest.mark.exhaustive
 def test_the_job_loads_precompiled_programs(tmp_path):
     jax.clear_caches()
-    done = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
+    done = precompile(recipe, PLAN, executables=tmp_path)
     assert [p.label for p in done.report.programs] == ["[2, 16]", "[4, 8]", "[8, 4]"]
     assert {p.source for p in done.report.programs} == {"compiled"}
     assert not done.failures and done.seconds > 0
     assert start(tmp_path) == 0
-    again = precompile(recipe, PLAN, executables=jb.ExecutableCache(tmp_path))
+    again = precompile(recipe, PLAN, executables=tmp_path)
     assert {p.source for p in again.report.programs} == {"loaded"}
     # Arguments are passed on, and result in a different program.
-    precompile(recipe, PLAN, "float64", executables=jb.ExecutableCache(tmp_path))
+    precompile(recipe, PLAN, "float64", executables=tmp_path)
     assert start(tmp_path) == 0
 
 
 def test_the_other_buckets_are_compiled_if_one_fails(tmp_path):
-    cache = jb.ExecutableCache(tmp_path)
-    done = precompile(recipe, PLAN, "float16", executables=cache)
+    done = precompile(recipe, PLAN, "float16", executables=tmp_path)
     assert [p.label for p in done.report.programs] == ["[4, 8]", "[8, 4]"]
-    (failure,) = done.failures
-    assert (failure.step, failure.label) == ("step", "[2, 16]")
-    assert failure.error == "ArithmeticError: no such bucket"
+    assert done.failures == {"step [2, 16]": "ArithmeticError: no such bucket"}
     numbers = done.to_dict()
     assert len(numbers["programs"]) == 2 and len(numbers["failures"]) == 1
 
@@ -115,22 +104,6 @@ def test_the_other_buckets_are_compiled_if_one_fails(tmp_path):
 def test_a_recipe_may_have_several_steps():
     done = precompile(both, PLAN)
     assert len(done.report.programs) == 6
-
-
-def test_programs_above_the_memory_limit_are_listed():
-    done = precompile(recipe, PLAN)
-    largest = max(p.peak_bytes for p in done.report.programs)
-    assert done.above_memory(largest / 1e9) == []
-    assert len(done.above_memory(1e-9)) == 3
-    unknown = dataclasses.replace(done.report.programs[0], temporary_bytes=None)
-    done = dataclasses.replace(done, report=jb.compile.CompileReport((unknown,)))
-    assert done.above_memory(1e9) == ["my_step [2, 16]"]
-
-
-@pytest.mark.parametrize("invalid", [nothing, lambda plan: None, lambda plan: (1, 2)])
-def test_a_function_that_is_not_a_recipe_is_refused(invalid):
-    with pytest.raises(ValueError, match="The recipe returned .* return .step_fn, st"):
-        precompile(invalid, PLAN)
 
 
 def specs_of(plan):
@@ -144,34 +117,18 @@ def swapped(plan):
 
 
 @pytest.mark.parametrize(
-    ("invalid", "message"),
+    "invalid",
     [
-        (lambda plan: None, "The recipe returned None (NoneType) for 'step'"),
-        (lambda plan: (1, 2), "The recipe returned (1, 2) (tuple) for 'step'"),
-        (lambda plan: (x for x in recipe(plan)), "(generator) for 'step'"),
-        (lambda plan: list(recipe(plan)), "(list) for 'step'"),
-        (
-            lambda plan: {"train": recipe(plan), "eval": 3},
-            "returned 3 (int) for 'eval'",
-        ),
-        (lambda plan: (1, 2, 3), "`step_fn` is 1 (int), which is not callable"),
-        (lambda plan: ("f", *recipe(plan)[1:]), "`step_fn` is 'f' (str)"),
-        (
-            lambda plan: (my_step, {"w": "a"}, specs_of(plan)),
-            "`state['w']` is 'a' (str)",
-        ),
-        (lambda plan: (my_step, object(), specs_of(plan)), "(object), not an array"),
-        (lambda plan: (my_step, {}, 3), "`specs` is 3 (int)"),
-        (lambda plan: (my_step, {}, {}), "`specs` is empty"),
-        (lambda plan: (my_step, {}, {"a": 3}), "`specs` has 3 (int) for 'a' (str)"),
-        (swapped, "`specs[[4, 8]]` is a batch of shape [8, 4]"),
-        (of_another_plan, "returned `specs` without [4, 8], [2, 16], which the plan"),
+        *(nothing, lambda plan: (1, 2), lambda plan: list(recipe(plan))),
+        *(lambda plan: {"train": recipe(plan), "eval": 3}, of_another_plan, none),
+        lambda plan: ("f", *recipe(plan)[1:]),
+        lambda plan: (my_step, {"w": "a"}, specs_of(plan)),
+        *(lambda plan: (my_step, {}, {}), swapped),
     ],
 )
-def test_the_message_names_the_invalid_result_of_a_recipe(invalid, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+def test_the_message_names_a_function_that_is_not_a_recipe(invalid):
+    with pytest.raises(ValueError, match=r"The recipe returned") as caught:
         precompile(invalid, PLAN)
-    assert "The recipe returned" in str(caught.value)
     assert invalid.__name__ in str(caught.value) and len(str(caught.value)) < 600
 
 
@@ -190,7 +147,7 @@ def test_a_recipe_that_raises_is_named_with_its_line():
     assert isinstance(caught.value.__cause__, KeyError)
     lines = pathlib.Path(__file__).read_text().splitlines()
     number = lines.index(next(x for x in lines if "raise errors.get(kind)" in x)) + 1
-    assert f"({__file__}:{number}, in raising)" in str(caught.value)
+    assert f"({__file__}:{number})" in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
@@ -228,7 +185,7 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--cache", "--xla-cache"])
-@pytest.mark.parametrize("folder", ["/proc/new", "plan.json/new", "x" * 300])
+@pytest.mark.parametrize("folder", ["/proc/new", "plan.json/new"])
 def test_a_folder_that_cannot_be_written_is_named_first(plan, tmp_path, option, folder):
     folder = tmp_path / folder
     with jb.compile.count_compiles() as compiles:
@@ -268,17 +225,9 @@ def test_the_command_fails_if_a_bucket_fails(plan):
         (("--recipe", "recipe"), "must be `module:function`"),
         (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
-        (
-            ("--recipe", "test_recipes:recipe", "--memory-gb", "nan"),
-            "a number, not nan",
-        ),
         (("--recipe", "test_recipes:raising"), "raised KeyError: 'no such model"),
-        (("--recipe", "test_recipes:deep"), "in deep). It was called with the plan"),
-        (("--recipe", "test_recipes:of_another_plan"), "without [4, 8], [2, 16]"),
-        (("--recipe", "test_recipes:none"), "The recipe returned no steps"),
-        (("--recipe", "test_recipes:recipe", "a", "b"), "too many positional"),
+        (("--recipe", "test_recipes:recipe", "a", "b"), "raised TypeError"),
         (("--recipe", "test_recipes:recipe", "--workers", 0), "--workers"),
-        (("--recipe", "test_recipes:recipe", "--max-gb", 0), "`--max-gb 0.0`"),
     ],
 )
 def test_invalid_options_of_the_command_are_named(plan, tmp_path, options, message):
@@ -293,18 +242,6 @@ def test_a_recipe_that_ends_the_program_ends_the_command(plan):
     assert command(*options, "SystemExit").exit_code == 7
     interrupted = command(*options, "KeyboardInterrupt")
     assert interrupted.exit_code == 1 and "Aborted!" in interrupted.output
-
-
-@pytest.mark.exhaustive
-def test_the_script_prints_one_line_if_a_recipe_raises(plan):
-    command = [sys.executable, ROOT / "scripts" / "precompile_shapes.py"]
-    command += ["--recipe", "test_recipes:raising", "--plan", plan]
-    run = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 1 and run.stdout == ""
-    assert run.stderr.startswith("Error: `test_recipes:raising`: The recipe raised ")
-    assert len(run.stderr.splitlines()) == 1
 
 
 def test_a_file_that_is_not_a_plan_is_refused(plan):
@@ -345,7 +282,6 @@ def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
     run = subprocess.run(
         [
             *(sys.executable, END_TO_END / "run.py", *arguments),
-            *("--opening", "2", "--verify", "one"),
             *("--executables", tmp_path / "cache", "--json", out),
         ],
         capture_output=True,
@@ -509,20 +445,3 @@ def test_a_report_with_files_and_large_numbers_has_80_columns(capsys):
     assert row.split() == ["train_step", "[128,", "4096]", *numbers]
     # The caption explains every column.
     assert all(name in " ".join(caption) for name in names[1:])
-
-
-def test_the_table_does_not_truncate_numbers():
-    """With the longest names and numbers that are likely."""
-    program = ProgramReport(
-        *("train_step", "[65536, 131072]", "compiled", 123.45, 1234.56, 0.0),
-        *(81_234_567_890, 79_234_567_890, 0, 81_234_567_890, 123_456_789_012_345),
-        file="0123456789abcdef.executable",
-    )
-    loaded = dataclasses.replace(program, source="loaded", load_seconds=12.34)
-    text = io.StringIO()
-    console = Console(file=text, width=100)
-    console.print(jb.compile.CompileReport((program, loaded)))
-    assert "\u2026" not in text.getvalue()
-    for number in ("123.45", "1234.56", "loaded", "81235", "241704", "123457"):
-        assert number in text.getvalue()
-    assert "012345" in text.getvalue()

@@ -5,15 +5,8 @@ import dataclasses
 import functools
 import io
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState as FlaxTrainState
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
@@ -374,18 +366,7 @@ def test_a_bucket_outside_the_plan_is_not_a_key(compiled):
         steps[other]
 
 
-def test_seconds_are_known_for_every_bucket(compiled):
-    steps, plan, _, _ = compiled
-    assert steps.seconds.keys() == set(plan.buckets)
-    assert all(seconds > 0 for seconds in steps.seconds.values())
-
-
 # Refused batches
-
-
-def test_a_value_that_is_not_a_batch_is_refused(compiled):
-    with pytest.raises(ValueError, match="`batch` is a dict, not a `jaxbucket.Batch`"):
-        compiled[0](None, {"tokens": 1})
 
 
 def test_a_loop_that_reads_no_metrics_runs_a_few_steps_ahead():
@@ -462,18 +443,6 @@ def test_features_that_differ_from_the_plan_are_refused(compiled, change):
             steps(jb.sharding.replicate(np.float32(2), mesh), wrong)
 
 
-def test_positions_that_differ_from_the_plan_are_refused(compiled):
-    steps, plan, mesh, batches = compiled
-    batch = batches[plan.buckets[0]]
-    wrong = batch._replace(
-        positions={"x": batch.positions["x"].astype(jnp.float32)},
-    )
-    with pytest.raises(
-        ValueError, match=r"batch.positions\['x'\]` is float32.*for int32"
-    ):
-        steps(jb.sharding.replicate(np.float32(2), mesh), wrong)
-
-
 # count_compiles
 
 
@@ -486,18 +455,6 @@ def test_count_compiles_counts_by_name_within_the_block():
             jax.jit(triple)(np.zeros(size, np.float32))
     jax.jit(triple)(np.zeros(4, np.float32))
     assert compiles["triple"] == 2
-
-
-def test_count_compiles_may_be_nested():
-    def fourfold(x):
-        return 4 * x
-
-    with jb.compile.count_compiles() as outer:
-        jax.jit(fourfold)(np.zeros(2, np.float32))
-        with jb.compile.count_compiles() as inner:
-            jax.jit(fourfold)(np.zeros(3, np.float32))
-        jax.jit(fourfold)(np.zeros(4, np.float32))
-    assert (outer["fourfold"], inner["fourfold"]) == (3, 1)
 
 
 def test_count_compiles_stops_when_the_block_fails():
@@ -545,15 +502,14 @@ def test_compilations_are_counted_after_another_library_clears_listeners(clear_a
     assert (outer["sixfold"], inner["sixfold"]) == (3, 1)
 
 
-# Concurrent compilation, and an opening bucket
+# Concurrent compilation
 
 
-def slow_to_trace(name="slow", seconds=0.0, fails_at=None):
-    """Returns a step that is slow to trace, and the list of buckets traced so far."""
+def traced_step(name="slow", fails_at=None):
+    """Returns a step, and the list of buckets for which it was traced so far."""
     order = []
 
     def step(state, batch):
-        time.sleep(seconds)
         order.append(batch.bucket)
         if batch.bucket.seq_len == fails_at:
             raise ArithmeticError("this bucket has no program")
@@ -566,8 +522,6 @@ def slow_to_trace(name="slow", seconds=0.0, fails_at=None):
 SHAPES = [(8, 4), (4, 8), (2, 16)]
 ONE = jb.data_mesh(jax.devices()[:1])
 SMALL = jb.BucketPlan.from_shapes(SHAPES)
-UNIT = ContextVar("unit", default="")
-SCALE = jax.make_user_context(1)
 X = {"x": np.ones(3, np.float32)}
 
 
@@ -586,9 +540,9 @@ def small_batch(bucket, example=X):
     return batch
 
 
-@pytest.mark.parametrize("workers", [None, 1, 2, 5])
+@pytest.mark.parametrize("workers", [None, 1, 5])
 def test_any_number_of_workers_gives_the_same(workers):
-    step, order = slow_to_trace()
+    step, order = traced_step()
     steps = jb.compile_steps(step, small_state(), small_specs(), workers=workers)
     # The longest first, and in order, independent of the number of workers.
     assert order == list(reversed(SMALL.buckets))
@@ -600,7 +554,7 @@ def test_any_number_of_workers_gives_the_same(workers):
 
 
 def test_an_error_names_its_bucket():
-    step, order = slow_to_trace(fails_at=8)
+    step, order = traced_step(fails_at=8)
     with pytest.raises(ArithmeticError, match="has no program") as failure:
         jb.compile_steps(step, small_state(), small_specs())
     assert failure.value.__notes__[-1] == "Raised while compiling `slow` for [4, 8]."
@@ -608,146 +562,29 @@ def test_an_error_names_its_bucket():
     assert jb.Bucket(8, 4) not in order
 
 
-def test_training_starts_while_other_buckets_are_compiled():
-    first = SMALL.buckets[1]
-    step, order = slow_to_trace(seconds=0.3)
-    steps = jb.compile_steps(step, small_state(), small_specs(), opening=first)
-    waited = steps.seconds_waited
-    assert len(steps.report.programs) == 1 and order[0] == first
-    _, metrics = steps(small_state(), small_batch(first))
-    assert metrics["sum"] == 6
-    assert steps.seconds_waited == waited
-    # A step only waits if its bucket is not ready.
-    last = SMALL.buckets[0]
-    _, metrics = steps(small_state(), small_batch(last))
-    assert metrics["sum"] == 6 and steps.seconds_waited > waited
-    steps.wait()
-    assert len(steps.report.programs) == 3
-    assert order == [first, SMALL.buckets[2], last]
-    assert steps.seconds.keys() == set(SMALL.buckets)
+FIRST = small_specs()[SMALL.buckets[0]]
+REFUSED = {
+    "step_fn": {"step_fn": 3},
+    r"state\['w'\]": {"state": {"w": jax.ShapeDtypeStruct((), jnp.float32)}},
+    "state": {"state": object()},
+    "specs": {"specs": {}},
+    "specs` has": {"specs": dict.fromkeys(SMALL.buckets, SMALL)},
+    r"specs\[\[": {"specs": dict.fromkeys(SMALL.buckets, FIRST)},
+    "workers": {"workers": 0},
+    "executables": {"executables": "gs://bucket/folder"},
+    "unplanned": {"unplanned": "ignore"},
+    "unplanned='jit'": {"unplanned": "jit", "on_compile": "raise"},
+    "on_compile": {"on_compile": "log"},
+}
 
 
-def test_opening_buckets_are_compiled_in_their_order():
-    opening = [SMALL.buckets[i] for i in (0, 2, 1)]
-    step, order = slow_to_trace()
-    jb.compile_steps(step, small_state(), small_specs(), opening=opening).wait()
-    assert order == opening
-
-
-def test_an_error_in_the_background_is_raised_at_the_next_step():
-    first = SMALL.buckets[0]
-    step, _ = slow_to_trace(fails_at=16)
-    steps = jb.compile_steps(step, small_state(), small_specs(), opening=first)
-    with pytest.raises(ArithmeticError, match="has no program"):
-        steps.wait()
-    with pytest.raises(ArithmeticError, match="has no program"):
-        steps(small_state(), small_batch(first))
-    assert list(steps.failures) != []
-
-
-def test_an_opening_that_does_not_compile_raises_immediately():
-    step, _ = slow_to_trace(fails_at=4)
-    with pytest.raises(ArithmeticError, match="has no program"):
-        jb.compile_steps(step, small_state(), small_specs(), opening=SMALL.buckets[0])
-
-
-@pytest.mark.parametrize("opening", [(), SMALL.buckets[0]])
-def test_threads_have_the_configuration_of_the_caller(opening):
-    settings = []
-
-    def step(state, batch):
-        settings.append(
-            (
-                *(jnp.zeros(()).dtype, jax.config.jax_default_matmul_precision),
-                *(jax.config.jax_threefry_partitionable, UNIT.get()),
-            )
-        )
-        # Mixed dtypes, which the strict promotion of the tests would refuse.
-        return state, state["w"] * batch.num_tokens
-
-    with (
-        jax.enable_x64(True),
-        jax.default_matmul_precision("float32"),
-        jax.numpy_dtype_promotion("standard"),
-        jax.threefry_partitionable(False),
-    ):
-        UNIT.set("bits")
-        steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
-        steps.wait()
-        _, tokens = steps(small_state(), small_batch(SMALL.buckets[2]))
-    assert tokens == 6
-    assert settings == [(jnp.float64, "float32", False, "bits")] * 3
-    UNIT.set("")
-
-
-def test_buckets_after_an_opening_have_the_contexts_of_the_caller():
-    """Including contexts that cannot be passed to a thread."""
-    threads = []
-
-    def step(state, batch):
-        threads.append(threading.current_thread())
-        return state, SCALE.value * batch.num_tokens
-
-    opening = SMALL.buckets[0]
-    with SCALE(2):
-        steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
-    for bucket in SMALL.buckets:
-        assert steps(small_state(), small_batch(bucket))[1] == 6
-    assert set(threads) == {threading.main_thread()}
-
-
-def test_buckets_after_an_opening_are_traced_in_the_background():
-    threads = []
-
-    def step(state, batch):
-        threads.append(threading.current_thread())
-        return state, batch.num_tokens
-
-    opening = SMALL.buckets[0]
-    with jax.set_mesh(ONE), jax.default_prng_impl("rbg"):
-        steps = jb.compile_steps(step, small_state(), small_specs(), opening=opening)
-        steps.wait()
-    assert threads[0] is threading.main_thread()
-    assert threading.main_thread() not in threads[1:] and len(threads) == 3
-
-
-def test_the_error_is_raised_and_not_the_cancellation_it_caused():
-    def step(state, batch):
-        if batch.bucket == min(SMALL.buckets, key=lambda x: x.seq_len):
-            raise ArithmeticError("the last one")
-        return state, batch.num_tokens
-
-    with pytest.raises(ArithmeticError, match="the last one"):
-        jb.compile_steps(step, small_state(), small_specs(), workers=1)
-
-
-def test_system_exit_in_the_background_is_raised():
-    def step(state, batch):
-        if batch.bucket != SMALL.buckets[0]:
-            raise SystemExit(3)
-        return state, batch.num_tokens
-
-    steps = jb.compile_steps(
-        step, small_state(), small_specs(), opening=SMALL.buckets[0]
-    )
-    with pytest.raises(SystemExit):
-        steps.wait()
-
-
-def test_shapes_without_a_sharding_are_refused():
-    state = jax.eval_shape(lambda: {"w": jnp.zeros(3)})
-    with pytest.raises(ValueError, match=r"`state\['w'\]` is a shape without a shard"):
-        jb.compile_steps(lambda *x: x, state, small_specs())
-
-
-def test_unplanned_jit_excludes_on_compile_raise():
-    with pytest.raises(ValueError, match="`unplanned=.jit.` compiles batches"):
-        jb.compile_steps(
-            lambda *x: x,
-            *(small_state(), small_specs()),
-            unplanned="jit",
-            on_compile="raise",
-        )
+@pytest.mark.parametrize("name", REFUSED)
+def test_invalid_arguments_are_refused(name):
+    step, order = traced_step()
+    arguments = {"step_fn": step, "state": small_state(), "specs": small_specs()}
+    with pytest.raises(ValueError, match=f"`{name}"):
+        jb.compile_steps(**(arguments | REFUSED[name]))
+    assert not order
 
 
 def test_a_batch_may_be_a_keyword_argument():
@@ -762,78 +599,21 @@ def test_a_batch_may_be_a_keyword_argument():
     state, _ = step(state, batch=small_batch(SMALL.buckets[0]))
 
 
-def run_alone(code, *args):
-    """Runs code in a new process with one device and without jax's cache."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if "CACHE" not in name and name != "XLA_FLAGS"
-    }
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=100,
-        check=False,
-    )
-
-
-LEAVING = """
-import time, jax, numpy as np, jaxbucket as jb
-
-def step(state, batch):
-    time.sleep(0.5)
-    return state, state * batch.features["x"].sum()
-
-mesh = jb.data_mesh()
-plan = jb.BucketPlan.from_shapes([(4, n) for n in range(4, 64)])
-specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
-state = jb.sharding.replicate(np.float32(1), mesh)
-steps = jb.compile_steps(step, state, specs, opening=plan.buckets[0])
-print("started", flush=True)
-"""
-
-
-@exhaustive
-def test_a_program_that_ends_does_not_compile_the_rest():
-    start = time.perf_counter()
-    run = run_alone(LEAVING)
-    assert run.returncode == 0 and run.stdout == "started\n", run.stderr
-    # Compiling all of them would take half a minute.
-    assert time.perf_counter() - start < 25
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"opening": jb.Bucket(1, 1)}, "`opening` names [1, 1], which is not in `spec"),
-        ({"workers": 0}, "`workers=0`"),
-        ({"unplanned": "ignore"}, "`unplanned='ignore'`: choose 'raise', 'longer'"),
-        ({"on_compile": "log"}, "`on_compile='log'`: choose 'warn', 'raise'"),
-    ],
-)
-def test_invalid_options_are_refused(options, message):
-    step, _ = slow_to_trace()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jb.compile_steps(step, small_state(), small_specs(), **options)
-
-
 # Different states
 
 
 def test_the_message_names_the_leaf_of_the_state_that_differs():
-    step, _ = slow_to_trace()
+    step, _ = traced_step()
     steps = jb.compile_steps(step, small_state(), small_specs())
-    batch, where = small_batch(SMALL.buckets[0]), r"\[8, 4\] was compiled for"
+    batch = small_batch(SMALL.buckets[0])
     for state, message in [
-        ({"w": np.float16(2)}, rf"`state\['w'\]` is float16\[\], but {where} float32"),
-        ({"w": np.ones(3, "f4")}, rf"`state\['w'\]` is float32\[3\], but {where}"),
-        ({}, rf"`state\['w'\]` is missing, but {where}"),
-        ({"w": 2.0, "v": 1}, r"`state\['v'\]` did not exist when \[8, 4\] was compi"),
+        ({"w": np.float16(2)}, r"'state\['w'\]' compiled with float32\[\] .* float16"),
+        ({"w": np.ones(3, "f4")}, r"'state\['w'\]' compiled with float32\[\]"),
+        ({}, "'w'"),
+        ({"w": np.float32(2), "v": np.float32(1)}, "'v'"),
     ]:
-        with pytest.raises(ValueError, match=message):
-            steps(jb.sharding.replicate(jax.tree.map(np.asarray, state), ONE), batch)
+        with pytest.raises(ValueError, match=rf"(?s)\[8, 4\] was compiled.*{message}"):
+            steps(jb.sharding.replicate(state, ONE), batch)
 
 
 @functools.partial(
@@ -853,41 +633,8 @@ def test_the_message_names_the_constant_of_the_state_that_differs():
     steps = jb.compile_steps(step, state, small_specs())
     batch = small_batch(SMALL.buckets[0])
     assert steps(state, batch)[1] == 3
-    message = (
-        "A constant of `WithConstant` in `state` is 0.25, but [8, 4] was compiled for "
-        "0.5. Pass a state with the same structure, shapes and dtypes"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"(?s)WithConstant.*\(0.5,\).*\(0.25,\)"):
         steps(dataclasses.replace(state, rate=0.25), batch)
-
-
-def make_flax_state():
-    params = {"w": jnp.ones(1)}
-    state = FlaxTrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    return jb.sharding.replicate(state, ONE)
-
-
-def test_a_state_with_functions_is_compiled_but_not_saved(tmp_path):
-    def step(state, batch):
-        return state, batch.num_tokens
-
-    with pytest.warns(
-        RuntimeWarning, match="serialized: .* `compile_steps.*xla_cache="
-    ):
-        jb.compile_steps(step, make_flax_state(), small_specs(), executables=tmp_path)
-
-
-def test_the_message_names_the_object_of_the_state_that_differs():
-    def step(state, batch):
-        return state, batch.num_tokens
-
-    steps = jb.compile_steps(step, make_flax_state(), small_specs())
-    message = (
-        "`tx` of `TrainState` in `state` is another object than the one that [8, 4] "
-        "was compiled for. Reuse the same objects, such as `tx` and `apply_fn`"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        steps(make_flax_state(), small_batch(SMALL.buckets[0]))
 
 
 def test_the_message_says_how_to_evaluate_a_state_of_fine_tuning():
@@ -900,10 +647,7 @@ def test_the_message_says_how_to_evaluate_a_state_of_fine_tuning():
     tuned = jb.create_state(state, optax.adam(0.1), ONE, wrt=nnx.PathContains("b"))
     step = jb.make_eval_step(loss_fn, ONE)
     batch = small_batch(SMALL.buckets[0])
-    message = (
-        r"`state.frozen\['w'\]` did not exist .* `jb.create_state\(state, mesh=mesh"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"(?s)frozen.*jb.create_state\(state, mesh"):
         jb.compile_steps(step, state, small_specs())(tuned, batch)
     bare = jb.create_state(state, mesh=ONE)
     steps = jb.compile_steps(step, bare, small_specs())
@@ -911,7 +655,7 @@ def test_the_message_says_how_to_evaluate_a_state_of_fine_tuning():
 
 
 def test_a_state_on_a_different_device_is_refused():
-    step, _ = slow_to_trace()
+    step, _ = traced_step()
     steps = jb.compile_steps(step, small_state(), small_specs())
     other = jb.sharding.replicate(
         {"w": np.float32(2)}, jb.data_mesh(jax.devices()[1:2])
@@ -923,241 +667,8 @@ def test_a_state_on_a_different_device_is_refused():
 # Unplanned batches
 
 
-def batch_with(example, name, value):
-    batch = small_batch(jb.Bucket(3, 5), example)
-    return batch._replace(features=batch.features | {name: value})
-
-
-def test_an_unplanned_batch_is_padded_to_a_longer_bucket():
-    example = {"x": np.ones(3, np.float32), "label": np.int32(7)}
-    specs = small_specs(example)
-    steps = jb.compile_steps(
-        slow_to_trace()[0], small_state(), specs, unplanned="longer"
-    )
-    odd = small_batch(jb.Bucket(3, 5), example)
-    with pytest.warns(RuntimeWarning, match=r"\[3, 5\] is outside.*padded to \[4, 8\]"):
-        _, metrics = steps(small_state(), odd)
-    assert metrics["sum"] == 6
-    padded = steps.fit(odd)
-    assert padded.bucket == jb.Bucket(4, 8)
-    assert padded.num_tokens == odd.num_tokens
-    assert padded.num_examples == odd.num_examples
-    np.testing.assert_array_equal(padded.features["label"], [7, 0, 0, 0])
-    # It warns only once.
-    steps(small_state(), odd)
-    with pytest.raises(ValueError, match="outside the plan"):
-        steps(small_state(), small_batch(jb.Bucket(8, 5), example))
-    half = {"x": np.ones(3, np.float16), "label": np.int32(7)}
-    with pytest.raises(ValueError, match="is float16"):
-        steps(small_state(), small_batch(jb.Bucket(3, 5), half))
-    with pytest.raises(ValueError, match="did not exist|is missing"):
-        steps(small_state(), small_batch(jb.Bucket(3, 5)))
-    wide = {"x": np.ones((3, 2), np.float32), "label": np.int32(7)}
-    with pytest.raises(ValueError, match=r"is float32\[3, 5, 2\].*float32\[3, 5\]"):
-        steps(small_state(), small_batch(jb.Bucket(3, 5), wide))
-    several = {"x": np.ones(3, np.float32), "label": np.ones((), np.int32)}
-    vector = batch_with(several, "label", jnp.ones((3, 2), jnp.int32))
-    with pytest.raises(ValueError, match=r"label'\]` is int32\[3, 2\].*int32\[3\]"):
-        steps(small_state(), vector)
-
-
-def test_a_longer_bucket_has_features_of_the_same_sizes():
-    specs = {}
-    for seq_len, width in ((8, 4), (16, 2)):
-        plan = jb.BucketPlan.from_shapes([(4, seq_len)])
-        example = {"x": np.ones((3, width), np.float32)}
-        specs |= jb.sharding.batch_specs(plan, example, ONE)
-    steps = jb.compile_steps(
-        slow_to_trace()[0], small_state(), specs, unplanned="longer"
-    )
-    odd = [
-        small_batch(jb.Bucket(3, 5), {"x": np.ones((3, width), np.float32)})
-        for width in (2, 3)
-    ]
-    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 16\]"):
-        assert steps.fit(odd[0]).features["x"].shape == (4, 16, 2)
-    with pytest.raises(ValueError, match=r"is float32\[3, 5, 3\].*float32\[3, 5, 4\]"):
-        steps.fit(odd[1])
-
-
-def test_a_feature_as_wide_as_the_only_t_gets_no_pad_value():
-    example = {"x": np.ones(3, np.float32), "wide": np.ones(8, np.float32)}
-    plan = jb.BucketPlan.from_shapes([(4, 8)])
-    specs = jb.sharding.batch_specs(plan, example, ONE, sequences=["x"])
-    steps = jb.compile_steps(
-        slow_to_trace()[0],
-        small_state(),
-        specs,
-        unplanned="longer",
-        pad_value={"x": -1, "wide": -100},
-    )
-    rows = jb.data.collate_rows([example], jb.Bucket(2, 6), sequences=["x"])
-    (odd,) = jb.sharding.prefetch_to_mesh([rows], ONE)
-    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
-        padded = steps.fit(odd)
-    np.testing.assert_array_equal(padded.features["wide"][1:], 0)
-    np.testing.assert_array_equal(padded.features["x"][2:], -1)
-
-
-LABELS = {
-    "x": np.ones(3, np.float32),
-    "labels": np.full(3, 5, np.int32),
-    "score": np.float32(1),
-}
-
-
-def test_padding_to_a_longer_bucket_uses_the_pad_value():
-    steps = jb.compile_steps(
-        slow_to_trace()[0],
-        small_state(),
-        small_specs(LABELS),
-        unplanned="longer",
-        pad_value={"labels": -100},
-    )
-    odd, want = (
-        jb.data.collate_rows([LABELS] * 2, bucket, pad_value={"labels": -100})
-        for bucket in (jb.Bucket(3, 5), jb.Bucket(4, 8))
-    )
-    (odd,) = jb.sharding.prefetch_to_mesh([odd], ONE)
-    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 8\]"):
-        padded = steps.fit(odd)
-    jax.tree.map(np.testing.assert_array_equal, padded, want)
-
-
-@pytest.mark.parametrize(
-    ("pad_value", "message"),
-    [
-        (-100, "would fill 2 features"),
-        ({"score": 1}, "names ['score'], but the padded features are ['labels', 'x']"),
-        ({"labels": 0.5}, "'labels' is int32, which cannot hold it"),
-        ("0", "is not a number"),
-    ],
-)
-def test_invalid_pad_values_are_refused(pad_value, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jb.compile_steps(
-            *(slow_to_trace()[0], small_state(), small_specs(LABELS)),
-            pad_value=pad_value,
-        )
-
-
-def steps_of_components(examples, pad_value=0):
-    """Returns steps that pad to a bucket [4, 16] of each component.
-
-    Args:
-      examples: component -> the names of its sequences, and an example.
-      pad_value: the padding value.
-    """
-    plan, specs = jb.BucketPlan.from_shapes([(4, 16)]), {}
-    for name, (sequences, example) in examples.items():
-        specs |= jb.sharding.batch_specs(
-            plan, example, ONE, component=name, sequences=sequences
-        )
-    # The name of a lambda is not that of the function that pads.
-    return jb.compile_steps(
-        *(lambda state, batch: state, small_state(), specs),
-        unplanned="longer",
-        pad_value=pad_value,
-    )
-
-
-def check_padding(steps, sequences, example, pad_value=0):
-    """Compares a batch padded to [4, 16] with one that was collated in this shape."""
-    odd, want = (
-        jb.data.collate_rows(
-            [example], bucket, sequences=sequences, pad_value=pad_value
-        )
-        for bucket in (jb.Bucket(3, 10), jb.Bucket(4, 16))
-    )
-    (odd,) = jb.sharding.prefetch_to_mesh([odd], ONE)
-    with pytest.warns(RuntimeWarning, match=r"padded to \[4, 16\]"):
-        got = steps.fit(odd)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-@pytest.mark.parametrize("label", [np.int32(5), np.full(7, 5, np.int32)])
-def test_a_feature_may_be_a_sequence_in_one_component_only(label):
-    image = ["x"], X | {"labels": label}
-    text = ["x", "labels"], X | {"labels": np.full(3, 5, np.int32)}
-    steps = steps_of_components({"image": image, "text": text}, {"labels": -100})
-    check_padding(steps, *image)
-    check_padding(steps, *text, {"labels": -100})
-
-
-@pytest.mark.parametrize(
-    ("dtype", "pad_value"), [(np.uint8, -100), (np.float32, 2**24 + 1)]
-)
-def test_the_pad_value_has_the_dtype_of_its_component(dtype, pad_value):
-    first = ["x"], {"x": np.ones(3, dtype)}
-    second = ["x"], {"x": np.ones((3, 1), np.int32)}
-    steps = steps_of_components({"first": first, "second": second}, pad_value)
-    check_padding(steps, *second, pad_value)
-
-
-def test_a_pad_value_must_fit_the_dtype_of_the_component_that_is_padded():
-    def ones(dtype):
-        return ["x"], {"x": np.ones(3, dtype)}
-
-    components = {"first": ones(np.int32), "second": ones(np.float32)}
-    steps = steps_of_components(components, np.nan)
-    check_padding(steps, *components["second"], np.nan)
-    message = "`pad_value=nan`: feature 'x' is int32, which cannot hold it"
-    with pytest.raises(ValueError, match=message):
-        steps.fit(small_batch(jb.Bucket(3, 10), ones(np.int32)[1]))
-    with pytest.raises(ValueError, match=message):
-        steps_of_components({"first": ones(np.int32), "second": ones(np.int8)}, np.nan)
-
-
-def test_a_feature_as_wide_as_the_only_seq_len_is_left_as_it_is():
-    example = ["x"], X | {"vector": np.ones(16, np.float32)}
-    check_padding(steps_of_components({"a": example}), *example)
-
-
-def test_sequences_have_the_seq_len_of_their_batch():
-    steps = jb.compile_steps(
-        *(slow_to_trace()[0], small_state(), small_specs(LABELS)), unplanned="longer"
-    )
-    odd = small_batch(jb.Bucket(3, 5), LABELS)
-    labels = {"labels": jnp.ones((3, 8), jnp.int32)}
-    message = r"int32\[3, 8\], but padding \[3, 5\] to \[4, 8\] needs int32\[3, 5\]"
-    with pytest.raises(ValueError, match=message):
-        steps.fit(odd._replace(features=odd.features | labels))
-
-
-def test_a_single_sequence_has_a_single_axis():
-    example = ["x"], {"x": np.ones((3, 16), np.float32)}
-    steps = steps_of_components({"a": example})
-    check_padding(steps, *example)
-    message = (
-        r"is float32\[3, 10, 10\], but padding \[3, 10\] to \[4, 16\] of 'a' needs "
-        r"float32\[3, 10, 16\]"
-    )
-    with pytest.raises(ValueError, match=message):
-        steps.fit(small_batch(jb.Bucket(3, 10), {"x": np.ones((3, 10), np.float32)}))
-
-
-@pytest.mark.parametrize(
-    "mode", ["jit", *(pytest.param(x, marks=exhaustive) for x in ("shard_map", "pmap"))]
-)
-def test_padding_to_a_longer_bucket_does_not_change_gradients(mode):
-    source, plan, mesh = small_setup()
-    specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    rows = [source[index] for index in range(6)]
-    longest = max(len(row["x"]) for row in rows)
-    odd = jb.data.collate_rows(rows, jb.Bucket(6, longest))
-    step = jb.make_train_step(TracedLoss(), TX, mesh, mode=mode)
-    want, _ = step(
-        new_state(mesh), next(iter(jb.sharding.prefetch_to_mesh([odd], mesh)))
-    )
-    steps = jb.compile_steps(step, new_state(mesh), specs, unplanned="longer")
-    with pytest.warns(RuntimeWarning, match="was padded to"):
-        (batch,) = jb.sharding.prefetch_to_mesh([odd], mesh)
-        result, _ = steps(new_state(mesh), batch)
-    np.testing.assert_allclose(result.params["w"], want.params["w"], rtol=1e-6)
-
-
 def test_unplanned_jit_compiles_a_program_for_the_batch():
-    step, _ = slow_to_trace()
+    step, _ = traced_step()
     steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
     with jb.compile.count_compiles() as compiles:
         with pytest.warns(
@@ -1166,37 +677,29 @@ def test_unplanned_jit_compiles_a_program_for_the_batch():
         ):
             _, metrics = steps(small_state(), small_batch(jb.Bucket(3, 5)))
         assert metrics["sum"] == 6
-        with pytest.warns(RuntimeWarning, match=r"`state\['w'\]` is float16\[\]"):
-            state = jb.sharding.replicate({"w": np.ones(3, np.float16)[0]}, ONE)
-            with jax.numpy_dtype_promotion("standard"):
-                steps(state, small_batch(SMALL.buckets[0]))
         steps(small_state(), small_batch(jb.Bucket(3, 5)))
         steps(small_state(), small_batch(SMALL.buckets[0]))
-    assert compiles["slow"] == 2
+    assert compiles["slow"] == 1
 
 
 @pytest.mark.exhaustive
 def test_a_pmap_step_called_directly_follows_the_settings_of_jax():
     def loss_fn(params, batch, keys):
-        # The keys of rows always use threefry.
-        noise = jax.random.uniform(jax.random.key(3))
-        return noise * params["w"] * SCALE.value, batch.num_tokens
+        bits = jnp.finfo(jnp.zeros(()).dtype).bits
+        return params["w"] * bits, batch.num_tokens
 
-    def loss_of(step):
+    step = jb.make_train_step(loss_fn, TX, ONE, mode="pmap")
+
+    def loss():
         state = jb.create_state({"w": 1.0}, TX, ONE)
-        return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss"])
+        return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss_sum"])
 
-    def new_step():
-        return jb.make_train_step(loss_fn, TX, ONE, mode="pmap")
-
-    step = new_step()
-    first = loss_of(step)
-    for entered in (SCALE(2), jax.default_prng_impl("rbg")):
-        with entered:
-            assert loss_of(step) == loss_of(new_step()) != first
+    assert loss() == 32
+    with jax.enable_x64(True):
+        assert loss() == 64
     # The first program is still cached.
     with jb.compile.count_compiles() as compiles:
-        assert loss_of(step) == first
+        assert loss() == 32
     assert not compiles["train_step"]
 
 
@@ -1231,7 +734,7 @@ def test_the_guard_explains_a_direct_call():
 
 def test_on_compile_may_raise_or_ignore():
     for action in ("raise", "ignore"):
-        step, _ = slow_to_trace(f"guarded_to_{action}")
+        step, _ = traced_step(f"guarded_to_{action}")
         steps = jb.compile_steps(step, small_state(), small_specs(), on_compile=action)
         call = functools.partial(step, small_state(), small_batch(jb.Bucket(3, 5)))
         if action == "ignore":
@@ -1249,7 +752,7 @@ def test_on_compile_may_raise_or_ignore():
 def test_guards_outlive_the_listeners_that_another_library_clears(
     clear_all, comes_first
 ):
-    step, _ = slow_to_trace(f"guarded_after_{clear_all.__name__}_{comes_first}")
+    step, _ = traced_step(f"guarded_after_{clear_all.__name__}_{comes_first}")
     if not comes_first:
         clear_all()
     steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
@@ -1276,7 +779,7 @@ def test_the_guard_ignores_a_different_step_of_the_same_name():
 
 
 def test_a_guard_is_removed_with_its_compiled_steps():
-    step, _ = slow_to_trace("forgotten")
+    step, _ = traced_step("forgotten")
     steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
     del steps
     step(small_state(), small_batch(jb.Bucket(3, 5)))
@@ -1396,7 +899,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_are_counted(name):
-    from jaxbucket.compile.flops import count_flops
+    from jaxbucket.compile.report import count_flops
 
     fn, want = OPERATIONS[name]
     assert count_flops(traced(fn, MATRIX)) == want
@@ -1404,78 +907,23 @@ def test_operations_are_counted(name):
 
 # jax's own cache
 
-XLA_CACHE = """
-import sys, jax, numpy as np, jaxbucket as jb
 
-jax.jit(lambda x: x + 1)(1.0)
-mesh = jb.data_mesh()
-plan = jb.BucketPlan.from_shapes([(8, 4), (4, 8)])
-specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
-
-def step(state, batch):
-    return state, state * batch.features["x"].sum()
-
-hits = []
-jax.monitoring.register_event_listener(
-    lambda name, **kwargs: hits.append(name) if name.endswith("cache_hits") else None
-)
-state = jb.sharding.replicate(np.float32(1), mesh)
-before = len(hits)
-for _ in range(2):
-    jb.compile_steps(step, state, specs, xla_cache=sys.argv[1])
-print(len(hits) - before)
-try:
-    jb.compile_steps(step, state, specs, xla_cache="another")
-except ValueError as error:
-    print(error)
-"""
-
-
-def test_xla_cache_turns_the_cache_of_jax_on_without_replacing_it(tmp_path):
-    folder = tmp_path / "xla"
-    before = {
-        name: jax.config.values[name]
-        for name in jax.config.values
-        if "persistent_cache" in name or name == "jax_compilation_cache_dir"
-    }
-    step, _ = slow_to_trace()
+def test_xla_cache_turns_the_cache_of_jax_on(tmp_path):
+    names = [x for x in jax.config.values if "persistent_cache" in x]
+    names.append("jax_compilation_cache_dir")
+    before = {name: jax.config.values[name] for name in names}
+    hits = []
+    jax.monitoring.register_event_listener(
+        lambda event, **_: hits.append(event.endswith("/cache_hits"))
+    )
     try:
-        for _ in range(2):
-            jb.compile_steps(step, small_state(), small_specs(), xla_cache=folder)
-        assert any(folder.iterdir())
-        with pytest.raises(
-            ValueError, match="`xla_cache='another'`: jax's compilation"
-        ):
-            jb.compile_steps(step, small_state(), small_specs(), xla_cache="another")
+        jb.compile.use_xla_cache(tmp_path)
+        for count in (0, len(SMALL)):
+            step, _ = traced_step("cached_by_jax")
+            jb.compile_steps(step, small_state(), small_specs())
+            assert sum(hits) == count
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-
-
-@exhaustive
-def test_xla_cache_is_written_and_read(tmp_path):
-    for times in (0, 2):
-        run = run_alone(XLA_CACHE, tmp_path / "xla")
-        assert run.returncode == 0, run.stderr
-        hits, message = run.stdout.splitlines()
-        assert int(hits) >= times
-        assert "`xla_cache='another'`: jax's compilation cache is already " in message
-    assert len(list((tmp_path / "xla").iterdir())) >= 2
-
-
-def test_batches_of_several_sequences_are_padded_to_a_bucket():
-    plan = jb.BucketPlan.from_shapes([(4, {"source": 21, "target": 12})])
-    example = {"source": np.ones(5, np.float32), "target": np.ones(3, np.float32)}
-    mesh = jb.data_mesh(jax.devices()[:1])
-    specs = jb.sharding.batch_specs(plan, example, mesh)
-
-    def step(state, batch):
-        return state, {x: y.sum() for x, y in batch.features.items()}
-
-    steps = jb.compile_steps(jax.jit(step), jnp.zeros(()), specs, unplanned="longer")
-    bucket = jb.Bucket(4, {"source": 5, "target": 3})
-    batch = jb.data.collate_rows([example] * 4, bucket)
-    with pytest.warns(RuntimeWarning, match="was padded to"):
-        _, sums = steps(jnp.zeros(()), jax.device_put(batch))
-    assert (float(sums["source"]), float(sums["target"])) == (20, 12)
+    assert any(tmp_path.iterdir())

@@ -265,8 +265,8 @@ def test_impossible_batches_are_refused(jsonl, options, message):
         ("--pack auto --policy dynamic", "does not support --policy"),
         ("--pack auto --plan x", "does not support --plan"),
         (
-            "--pack always --num-buckets auto --opening 3",
-            "support --num-buckets auto, --opening",
+            "--pack always --num-buckets auto",
+            "support --num-buckets auto",
         ),
         ("--json nowhere/x.json", "nowhere/x.json is not a file in an existing folder"),
     ],

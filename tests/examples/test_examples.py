@@ -89,8 +89,7 @@ def test_the_recipe_compiles_what_train_lm_runs(example, jsonl, tmp_path):
     shapes = jb.plan_buckets(lengths, num_buckets=2, **plan)
     options = ("--steps", "6", "--width", "16", "--layers", "1")
     recipe = example("recipe")
-    cache = jb.ExecutableCache(folder)
-    precompile(recipe.steps, shapes, *options, executables=cache)
+    precompile(recipe.steps, shapes, *options, executables=folder)
     summary = train(example, tmp_path, "--data", jsonl, "--executables", folder)
     assert (summary["compiled_ahead"], summary["compiled_later"]) == (0, 0)
 

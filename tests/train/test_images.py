@@ -153,23 +153,3 @@ def test_variants_change_the_padding_of_both_axes(shape, sequences):
     doubled = np.zeros((2, 2 * shape[0], 2 * shape[1]))
     doubled[:, : shape[0], : shape[1]] = image
     np.testing.assert_array_equal(longer.features["image"], doubled)
-
-
-def test_batches_of_other_shapes_are_padded_along_both_axes():
-    batches = make_batches(make_images(), pad_value={"image": 0.5})
-    image = {"image": np.full((3, 3), 2, np.float32)}
-    bucket = jb.Bucket(1, {"height": 3, "width": 3})
-    batch = jb.data.collate_rows([image], bucket, sequences=SEQUENCES)
-
-    def step(state, batch):
-        return state, {"image": batch.features["image"], "mask": pixel_mask(batch)}
-
-    steps = jb.compile_steps(
-        jax.jit(step), jnp.zeros(()), batches.specs, unplanned="longer", pad_value=0.5
-    )
-    with pytest.warns(RuntimeWarning, match="was padded to"):
-        _, got = steps(jnp.zeros(()), jax.device_put(batch))
-    want = np.full((2, 4, 7), 0.5)
-    want[0, :3, :3] = 2
-    np.testing.assert_array_equal(got["image"], want)
-    np.testing.assert_array_equal(got["mask"], want == 2)

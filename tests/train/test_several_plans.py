@@ -215,34 +215,6 @@ def test_components_of_an_update_need_the_same_sums(mesh):
             train()
 
 
-def test_a_longer_bucket_is_one_with_the_same_features(mesh):
-    loader = mixture_of_one_shape(mesh)
-    state = jb.create_state(Model(nnx.Rngs(0)), optax.sgd(0.1), mesh)
-
-    def real_positions(state, batch):
-        (ids,) = batch.segment_ids.values()
-        (values,) = batch.features.values()
-        padding = jnp.where(ids[..., None] > 0, 0, values.reshape(*ids.shape, -1))
-        return (ids > 0).sum(), padding.max()
-
-    options = {"unplanned": "longer", "pad_value": {"frames": 7, "tokens": 5}}
-    steps = jb.compile_steps(real_positions, state, loader.specs, **options)
-    small = jb.BucketPlan.from_shapes([(2, 4)]).buckets[0]
-    for example, padding in (
-        ({"frames": np.ones((3, 3), np.float32)}, 7),
-        ({"tokens": np.ones(3, np.int32)}, 5),
-    ):
-        rows = jb.data.collate_rows([example], small)
-        (batch,) = jb.sharding.prefetch_to_mesh([rows], mesh)
-        with pytest.warns(RuntimeWarning, match=r"padded to \[2, 8\]"):
-            assert tuple(map(int, steps(state, batch))) == (3, padding)
-    example = {"tokens": np.ones((3, 2), np.int32)}
-    rows = jb.data.collate_rows([example] * 2, loader.schedule.buckets[0])
-    (batch,) = jb.sharding.prefetch_to_mesh([rows], mesh)
-    with pytest.raises(ValueError, match=r"`batch.*tokens.*\[2, 8, 2\], but"):
-        steps(state, batch)
-
-
 @pytest.mark.parametrize("kind", ["joined", "mixture"])
 def test_predictions_need_a_single_plan(mesh, kind):
     lengths = [3, 8, 5, 4]

@@ -1,0 +1,327 @@
+"""Files of executables: one for each program and process.
+
+The name of a file is a digest of everything that its executable depends on: the lowered
+program, the versions, the devices, the process, the options of the compiler and the
+user's key. If any of these has changed, there is no file of that name, and the program
+is compiled. Unlike jax's own compilation cache, a folder can be filled before a job
+starts, and serves several processes on CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import pickle
+import platform
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jaxlib
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jaxbucket.base.version import __version__
+from jaxbucket.compile.report import ProgramReport
+
+_SUFFIX = ".executable"
+# What else the compiler depends on. The lowered program contains all other options.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_COMPILER_OPTIONS = (
+    *("jax_use_shardy_partitioner", "jax_disable_most_optimizations"),
+    *("jax_optimization_level", "jax_exec_time_optimization_effort"),
+    *("jax_memory_fitting_level", "jax_memory_fitting_effort"),
+    *("jax_compiler_enable_remat_pass", "jax_xla_profile_version"),
+    *("jax_enable_pgle", "jax_pgle_profiling_runs"),
+)
+# How calls of Python functions, such as `jax.debug.print`, look in a lowered program.
+_PYTHON_CALLS = ("python_cpu_callback", "python_gpu_callback", "is_host_transfer = t")
+# The first bytes of machine code, on Linux and on macOS.
+_MACHINE_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+# Type checkers do not know its attributes.
+_config: Any = jax.config
+_MAX_LENGTH, _MAX_FACTS = 80, 3
+# Not a warning, which may be an error: after a change of the code nothing is wrong.
+_log_once = functools.cache(logging.getLogger(__name__).warning)
+
+
+class Executables:
+    """The files that one call of `compile_steps` loads and saves.
+
+    A lowered program may have several `stages`, each a `jax.stages.Lowered`, and a
+    function `join` that makes its executable of theirs.
+
+    Args:
+      folder: the folder of the files, which is created if necessary.
+      key: anything else that the executables depend on.
+      arguments: the arguments of all programs.
+
+    Attributes:
+      platform: the platform of the devices, such as "cpu".
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], key: str, arguments: Any):
+        self._folder = pathlib.Path(folder)
+        self._devices = _devices_of(arguments)
+        self.platform: str = self._devices[0].platform
+        self._facts = _facts(self._devices, key)
+        self._has_loaded = False
+        # The names of the files that this run saves -> the names of their functions.
+        self._saved: dict[str, str] = {}
+
+    def path(self, lowered: Any) -> pathlib.Path:
+        """Returns the path of the file of a lowered program, which may not exist."""
+        devices = [f"{device.device_kind} {device.id}" for device in self._devices]
+        stages = [_description(stage) for stage in _stages(lowered)]
+        key = [self._facts, jax.process_index(), devices, stages]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+        return self._folder / f"{digest[:32]}{_SUFFIX}"
+
+    def load(
+        self, path: pathlib.Path, lowered: Any, report: ProgramReport
+    ) -> tuple[Any, ProgramReport] | None:
+        """Returns the executable in a file, and the report with its costs.
+
+        Returns None if there is no file, or if it cannot be loaded, with a warning.
+        """
+        start = time.perf_counter()
+        load = functools.partial(
+            deserialize_and_load,
+            backend=self._devices[0].client,
+            execution_devices=self._devices,
+        )
+        try:
+            header, body = _read(path)
+            stages = [
+                load(code, jax.tree.structure(stage.args_info), stage.out_tree)
+                for code, stage in zip(
+                    pickle.loads(body), _stages(lowered), strict=True
+                )
+            ]
+        except FileNotFoundError:
+            return None
+        # XLA and pickle raise many types of errors, none of which must end the job.
+        except Exception as error:
+            _warn(f"{path} cannot be loaded: {error}. The program is compiled again.")
+            return None
+        self._has_loaded = True
+        executable = lowered.join(*stages) if hasattr(lowered, "join") else stages[0]
+        costs = header["report"] | {
+            "name": report.name,
+            "label": report.label,
+            "source": "loaded",
+            "trace_seconds": report.trace_seconds,
+            "load_seconds": time.perf_counter() - start,
+        }
+        return executable, ProgramReport(**costs)
+
+    def save(
+        self, path: pathlib.Path, lowered: Any, executable: Any, report: ProgramReport
+    ) -> ProgramReport:
+        """Saves an executable; returns the report, which then names the file.
+
+        Warns if the executable cannot be saved.
+        """
+        self._saved[path.name] = report.name
+        saved = dataclasses.replace(report, file=path.name)
+        header = {
+            "facts": self._facts,
+            "process": jax.process_index(),
+            "report": dataclasses.asdict(saved),
+        }
+        try:
+            body = pickle.dumps(self._codes(lowered, executable))
+            _write(path, json.dumps(header).encode() + b"\n" + body)
+            return saved
+        except OSError as error:
+            # The same text for all programs, so that Python shows it once.
+            _warn(
+                f"Executables are not saved, because {self._folder} cannot be written: "
+                f"{error.strerror}. Free disk space, or choose a different folder."
+            )
+        # Serializing fails in many ways.
+        except Exception as error:
+            _warn(f"{report.name} {report.label} is not saved to a file: {error}")
+        return report
+
+    def explain_miss(self) -> None:
+        """Says once why none of the folder's programs of these functions was found."""
+        if self._has_loaded or jax.process_index() != 0:
+            return
+        others = [
+            x for x in self._folder.glob(f"*{_SUFFIX}") if x.name not in self._saved
+        ]
+        headers = []
+        for path in others:
+            with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+                file.readline()
+                headers.append(json.loads(file.readline()))
+        names = set(self._saved.values())
+        why = _difference(
+            [x for x in headers if x["process"] == 0 and x["report"]["name"] in names],
+            self._facts,
+        )
+        if why:
+            _log_once(f"{self._folder} has none of this job's programs, only {why}.")
+
+    def _codes(self, lowered: Any, executable: Any) -> list[bytes]:
+        """Returns the serialized stages of an executable."""
+        if any(x in y.as_text() for x in _PYTHON_CALLS for y in _stages(lowered)):
+            raise ValueError(
+                "it calls Python functions of this process, as `jax.debug.print` does."
+            )
+        codes = [serialize(stage)[0] for stage in _stages(executable)]
+        may_lack_code = self.platform == "cpu" and _config.jax_compilation_cache_dir
+        if may_lack_code and not any(x in y for x in _MACHINE_CODE for y in codes):
+            raise ValueError(
+                "jax's compilation cache returned it without its code. Compile a step "
+                "before it is called."
+            )
+        return codes
+
+
+def check_writable(name: str, folder: pathlib.Path) -> None:
+    """Creates a folder, the argument `name`, or raises a ValueError if it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"`{name}={str(folder)!r}` cannot be written: {error.strerror}. Choose a "
+            "folder that you may write to, on a disk with free space."
+        ) from None
+
+
+def _stages(program: Any) -> Sequence[Any]:
+    return getattr(program, "stages", (program,))
+
+
+def _description(lowered: jax.stages.Lowered) -> list[Any]:
+    """Returns everything that a lowered program consists of."""
+    module: Any = lowered.compiler_ir()
+    functions = {str(x.attributes["sym_name"]): x for x in module.body.operations}
+    # The text leaves unused arguments out, and does not name the others.
+    arguments = functions['"main"'].regions[0].blocks[0].arguments
+    names = [str(argument.location) for argument in arguments]
+    shapes = [f"{x} {x.weak_type}" for x in jax.tree.leaves(lowered.in_avals)]
+    # jax has no public access to the compiler options of `jax.jit`.
+    inner = getattr(lowered, "_lowering", None)
+    options = str(getattr(inner, "_compiler_options_kvs", None))
+    return [lowered.as_text(), names, shapes, options]
+
+
+def _devices_of(arguments: Any) -> tuple[Any, ...]:
+    """Returns the devices, in order, on which programs with these arguments run."""
+    devices: tuple[Any, ...] = ()
+    for leaf in jax.tree.leaves(arguments):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            of_leaf = tuple(np.ravel(cast(np.ndarray, sharding.mesh.devices)))
+        else:
+            device_set = getattr(sharding, "device_set", ())
+            of_leaf = tuple(sorted(device_set, key=lambda device: device.id))
+        devices = max(devices, of_leaf, key=len)
+    return devices or (jax.devices()[0],)
+
+
+def _facts(devices: Sequence[Any], key: str) -> dict[str, str]:
+    """Returns what all executables of a run depend on, as parts of a sentence."""
+    count = jax.process_count()
+    kinds = ", ".join(sorted({device.device_kind for device in devices}))
+    facts = {
+        "processes": f"{count} process{'es' * (count > 1)}",
+        "jax": f"jax {jax.__version__}",
+        "jaxlib": f"jaxlib {jaxlib.version.__version__}",
+        "jaxbucket": f"jaxbucket {__version__}",
+        "devices": f"{len(devices)} devices of kind {kinds}",
+        "platform": f"platform version {devices[0].client.platform_version}",
+        "key": f"key {key!r}",
+    }
+    if devices[0].platform == "cpu":
+        # XLA generates code for the exact processor.
+        facts["processor"] = f"processor {_processor()}"
+    for name in _VARIABLES:
+        facts[name] = f"{name} {os.environ.get(name) or 'unset'}"
+    for name in _COMPILER_OPTIONS:
+        # Those of the process, because threads compile.
+        facts[name] = f"{name} {_config.values.get(name, 'unset')}"
+    return facts
+
+
+def _processor() -> str:
+    """Returns the architecture of the CPU and a digest of its instruction sets."""
+    flags = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((x for x in lines if x.startswith(("flags", "Features"))), flags)
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+def _difference(headers: Sequence[dict[str, Any]], facts: dict[str, str]) -> str:
+    """Returns how a job differs from that of the most similar files, "" if none.
+
+    Example:
+      >>> one = {"processes": "1 process", "jax": "jax 0.12.0"}
+      >>> saved = [{"facts": one, "report": {"label": "[8, 4]"}}]
+      >>> _difference(saved, one | {"processes": "2 processes"})
+      '1 program for 1 process, jax 0.12.0; this job has 2 processes'
+    """
+
+    def differing(header: dict[str, Any]) -> list[str]:
+        return [x for x in facts if facts[x] != header["facts"].get(x)]
+
+    if not headers:
+        return ""
+    closest = min(headers, key=lambda header: len(differing(header)))
+    theirs, names = closest["facts"], differing(closest)[:_MAX_FACTS]
+    count = sum(header["facts"] == theirs for header in headers)
+    # The first two are named in any case.
+    had = [theirs.get(x, "") for x in dict.fromkeys(["processes", "jax", *names])]
+    has = [facts[x] for x in names]
+    had, has = (", ".join(x[:_MAX_LENGTH] for x in y) for y in (had, has))
+    end = f"this job has {has}" if has else "their code or shapes differ"
+    return f"{count} program{'s' * (count > 1)} for {had}; {end}"
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
+    """Returns the header and the body of a file.
+
+    Raises:
+      OSError: if the file cannot be read.
+      ValueError: if it has changed since it was written, or is not from jaxbucket.
+    """
+    checksum, _, content = path.read_bytes().partition(b"\n")
+    if checksum != _checksum(path, content):
+        raise ValueError("it is damaged, or not from jaxbucket")
+    header, _, body = content.partition(b"\n")
+    return json.loads(header), body
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Writes a file atomically, even if other processes write the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.write_bytes(_checksum(path, content) + b"\n" + content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _checksum(path: pathlib.Path, content: bytes) -> bytes:
+    # With the name, so that a renamed file is not taken for another program.
+    return hashlib.sha256(path.name.encode() + content).hexdigest().encode()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
