@@ -27,7 +27,7 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, Sequences, copy_features
-from jaxbucket.data.lengths.source_pass import unnamed
+from jaxbucket.data.measure import unnamed
 from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.data.transform import StreamTransform, Transform, check_transform
 from jaxbucket.stream.drift import OnDrift, warn_of_drift

@@ -5,7 +5,6 @@ import json
 import pathlib
 import subprocess
 import sys
-import threading
 
 import grain
 import jax
@@ -102,17 +101,6 @@ def test_each_example_has_its_own_philox_words():
     assert 0 <= largest.random() < 1
     golden = example_rng(7, 0, 3, 12).bit_generator.random_raw(2).tolist()
     assert golden == [14464789325577297237, 12305318547082009378]
-
-
-def test_spawned_generators_are_seeded_by_the_philox_words():
-    def spawned(*numbers):
-        rng = example_rng(*numbers)
-        by_sequence = np.random.default_rng(rng.bit_generator.seed_seq)
-        return [x.integers(2**62) for x in (rng, *rng.spawn(2), by_sequence)]
-
-    assert spawned(7, 0, 3, 12) == spawned(7, 0, 3, 12)
-    drawn = [x for n in np.ndindex(2, 2, 2, 2, 2) for x in spawned(*n)]
-    assert len(set(drawn)) == len(drawn)
 
 
 def test_micro_batches_are_numbered_if_examples_repeat():
@@ -379,15 +367,6 @@ def test_a_transform_receives_whole_bytes_and_copied_objects(read):
     assert [example["meta"] for example in source] == [{"a": [2]}, {"a": [3]}]
 
 
-def test_objects_that_cannot_be_copied_are_named():
-    source = [{"tokens": np.ones(2, np.int32), "lock": threading.Lock()}]
-    plan = jb.plan_buckets([2], sample=True, max_tokens=2)
-    dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2]), transform=noisy)
-    message = r"`source\[0\]`.*'lock' holds an object that cannot be copied: TypeError"
-    with pytest.raises(ValueError, match=message):
-        dataset[0]
-
-
 def raises(error):
     def transform(example, rng):
         raise error
@@ -401,90 +380,40 @@ class RandomMap(grain.transforms.RandomMap):
 
 
 @pytest.mark.parametrize(
-    ("transform", "message"),
+    "transform",
     [
-        (lambda x, rng: None, "cannot be transformed: `transform` returned None, not"),
-        (lambda x, rng: [1], "`transform` returned a list, not a dict of arrays"),
-        (lambda x, rng: {}, r"cannot be transformed: .*has no sequence"),
-        (lambda x: x, r"`transform` raised TypeError: .*takes 1 positional"),
-        (raises(KeyError("x")), "`transform` raised KeyError: 'x'"),
-        (raises(StopIteration()), "`transform` raised StopIteration"),
-        (
-            lambda x, rng: {"tokens": x["tokens"][:2]},
-            r"`transform` changed the length of `source\[0\]`, for step 0, from 3 to "
-            r"2, .*Keep the length, or use `stream_batches",
-        ),
-        (
-            lambda x, rng: {"tokens": x["tokens"], "other": np.ones(1)},
-            "sequences of different lengths",
-        ),
+        lambda x, rng: None,
+        lambda x, rng: [1],
+        lambda x, rng: {},
+        lambda x: x,
+        raises(KeyError("x")),
+        raises(StopIteration()),
+        lambda x, rng: {"tokens": x["tokens"][:2]},
+        lambda x, rng: {"tokens": x["tokens"], "other": np.ones(1)},
     ],
 )
-def test_a_transform_that_fails_is_named_with_its_example(transform, message):
+def test_a_transform_that_fails_is_named_with_its_example(transform):
     source = make_source(np.array([3, 3]))
     plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3, 3], order="source")
     dataset = jb.batch_dataset(source, schedule, transform=transform)
-    with pytest.raises(ValueError, match=rf"`source\[0\]`.*{message}|{message}"):
-        dataset[0]
-    stream = grain.MapDataset.source(source).to_iter_dataset()
-    if "changed the length" in message:
-        return
-    with pytest.raises(
-        ValueError, match="Example 0 of epoch 0 of the stream: "
-    ) as info:
-        list(jb.stream_batches(stream, plan, pool_size=2, transform=transform))
-    assert "`transform`" in str(info.value) or "sequence" in str(info.value)
-    if "raised" in message or "returned" in message:
-        batches = jb.stream_batches(stream, plan, pool_size=2, transform=transform)
-        with pytest.raises(ValueError) as example_error:
-            _ = batches.example
-        assert str(example_error.value) == str(info.value)
-
-
-def test_features_that_vary_between_examples_are_refused():
-    def vary_features(example, rng):
-        return example | ({"extra": np.int32(1)} if rng.random() < 0.5 else {})
-
-    source = make_source(np.full(20, 3))
-    schedule = jb.BatchSchedule(
-        jb.plan_buckets([3], sample=True, max_tokens=60), [3] * 20
-    )
-    with pytest.raises(ValueError, match=r"`source\[.*features .* but others have"):
-        jb.batch_dataset(source, schedule, transform=vary_features)[0]
-
-
-def test_a_changed_example_is_distinguished_from_a_faulty_transform():
-    source = make_source(np.array([4, 3]))
-    schedule = jb.BatchSchedule(
-        jb.plan_buckets([3], sample=True, max_tokens=3), [3, 3], order="source"
-    )
-    dataset = jb.batch_dataset(source, schedule, transform=noisy, sequences=["tokens"])
-    message = r"`source\[0\]`, before `transform`, has length 4, but `lengths\[0\]=3`"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"`source\[0\]`.*transform"):
         dataset[0]
 
 
-def test_a_transform_that_is_not_callable_is_refused():
+@pytest.mark.parametrize("transform", [3, RandomMap()])
+def test_a_transform_that_is_not_callable_is_refused(transform):
     source = make_source(np.array([3]))
     plan = jb.plan_buckets([3], sample=True, max_tokens=3)
-    schedule = jb.BatchSchedule(plan, [3])
     stream = grain.MapDataset.source(source).to_iter_dataset()
-    for transform, message in (
-        (3, r"`transform` is a int, which is not callable. Pass a function"),
-        (RandomMap(), "`transform` is a RandomMap.*Pass its method, `transform.random"),
+    for make, *args in (
+        (jb.batch_dataset, source, jb.BatchSchedule(plan, [3])),
+        (jb.stream_batches, stream, plan),
+        (jb.stream.sample_lengths, stream, 1),
     ):
-        with pytest.raises(ValueError, match=message):
-            jb.batch_dataset(source, schedule, transform=transform)  # pyright: ignore
-        with pytest.raises(ValueError, match=message):
-            jb.stream_batches(  # pyright: ignore
-                stream, plan, pool_size=1, transform=transform
-            )
-        with pytest.raises(ValueError, match=message):
-            jb.stream.sample_lengths(stream, 1, transform=transform)  # pyright: ignore
-    method = RandomMap().random_map
-    batch = jb.batch_dataset(source, schedule, transform=method)[0]
-    assert batch.features["tokens"].tolist() == [[0, 1, 2]]
+        options = {"pool_size": 1} if make is jb.stream_batches else {}
+        with pytest.raises(ValueError, match="`transform`"):
+            make(*args, transform=transform, **options)
 
 
 def test_a_position_contains_the_name_of_the_transform():
@@ -495,10 +424,9 @@ def test_a_position_contains_the_name_of_the_transform():
     position = jb.data.DataPosition.from_dict(
         json.loads(json.dumps(transformed.position(3).to_dict()))
     )
-    assert "transform" not in plain.position(3).schedule
-    with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
+    with pytest.raises(ValueError, match="transform noisy -> None"):
         plain.resume(position)
-    with pytest.raises(ValueError, match="schedule transform absent -> noisy"):
+    with pytest.raises(ValueError, match="transform None -> noisy"):
         transformed.resume(plain.position(3))
     partial = functools.partial(noisy)
     make(transform=partial).resume(position)
