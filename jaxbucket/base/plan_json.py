@@ -16,7 +16,7 @@ _FORMAT = "jaxbucket.BucketPlan"
 _VERSIONS = (1, 2, 3)
 _REMEDY = "Write the plan again with `plan.to_json()`."
 # The fields that some versions leave out.
-_OPTIONAL = ("step_costs", "cost_unit", "packed", "max_ratio")
+_OPTIONAL = ("step_costs", "cost_unit", "packed")
 
 
 def write(plan: BucketPlan) -> str:
@@ -34,8 +34,6 @@ def write(plan: BucketPlan) -> str:
         fields |= {"step_costs": plan.step_costs, "cost_unit": plan.cost_unit}
     if plan.packed:
         fields["packed"] = True
-    if plan.max_ratio is not None:
-        fields["max_ratio"] = plan.max_ratio
     return json.dumps(
         {x: dict(y) if isinstance(y, PerSequence) else y for x, y in fields.items()}
     )

@@ -228,7 +228,7 @@ class DriftMonitor:
         if plan.sequences:
             longest = plan.seq_lens[is_maximal(plan.seq_lens)]
             lengths = np.concatenate([plan.kept_lengths(lengths), longest])
-        best = plan_buckets(
+        return plan_buckets(
             self._by_sequence(lengths),
             max_tokens=plan.max_tokens,
             max_batch_size=self._max_batch_size,
@@ -239,8 +239,6 @@ class DriftMonitor:
             overlong=plan.overlong,
             sample=True,
         )
-        # Set last, because the added shapes may exceed the ratio.
-        return dataclasses.replace(best, max_ratio=plan.max_ratio)
 
     def _best_packed_plan(self, lengths: np.ndarray, max_segments: int) -> BucketPlan:
         """Returns the best plan for packed rows, with at least two T.

@@ -14,7 +14,6 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.base.ratio import MaxRatio, within_ratio
 from jaxbucket.data.example import (
     Example,
     Sequences,
@@ -47,22 +46,19 @@ class LengthLimits:
       shapes: the T of each sequence in the longest buckets. An example that fits into
         any bucket fits into one of these.
       overlong: the policy for examples that are too long, or one for each sequence.
-      max_ratio: the largest ratio between the lengths of two sequences; None for no
-        limit.
     """
 
     names: tuple[str, ...]
     sequences: Sequences
     shapes: tuple[ExampleLengths, ...]
     overlong: Overlong | Mapping[str, Overlong]
-    max_ratio: MaxRatio | None = None
 
     @classmethod
     def of_plan(cls, plan: BucketPlan, sequences: Sequences) -> LengthLimits:
         """Returns the limits of the buckets of a plan."""
         shapes = plan.seq_lens[is_maximal(plan.seq_lens)].tolist()
         shapes = tuple(map(tuple, shapes))
-        return cls(plan.sequences, sequences, shapes, plan.overlong, plan.max_ratio)
+        return cls(plan.sequences, sequences, shapes, plan.overlong)
 
     @classmethod
     def unlimited(cls, names: Collection[str], sequences: Sequences) -> LengthLimits:
@@ -95,9 +91,6 @@ class LengthLimits:
         by_name = sequence_lengths(arrays, axes)
         names = self.names or tuple(by_name)
         lengths = tuple(by_name[name] for name in names)
-        if self.max_ratio is not None and not self._within_ratio(lengths):
-            counts.filtered += 1
-            return []
         if self._hold(lengths):
             return [(lengths, copy_features(example))]
         if self.policies == ("split",):
@@ -122,9 +115,6 @@ class LengthLimits:
         )
         spans = (slice(x, x + size) for x, size in zip(starts, kept, strict=True))
         return [_chunk(arrays, axes, dict(zip(names, spans, strict=True)))]
-
-    def _within_ratio(self, lengths: ExampleLengths) -> bool:
-        return bool(within_ratio(np.array([lengths]), self.names, self.max_ratio)[0])
 
     def _hold(self, lengths: ExampleLengths) -> bool:
         return any(all(map(operator.le, lengths, shape)) for shape in self.shapes)

@@ -129,7 +129,7 @@ def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
             f"plan has {list(first.sequences)}. Plan with the same sequences."
         )
     names = ["max_seq_lens" if plan.sequences else "max_seq_len"]
-    names += ["overlong", "max_ratio"]
+    names += ["overlong"]
     for name in names:
         value, expected = getattr(plan, name), getattr(first, name)
         if value != expected:

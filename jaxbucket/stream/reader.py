@@ -71,7 +71,6 @@ class StreamCounts:
       truncated: overlong examples that were truncated.
       truncated_tokens: positions removed by truncation.
       split: overlong examples that were split.
-      filtered: examples that exceed the plan's `max_ratio`, which were left out.
     """
 
     read: int = 0
@@ -80,7 +79,6 @@ class StreamCounts:
     truncated: int = 0
     truncated_tokens: int = 0
     split: int = 0
-    filtered: int = 0
 
 
 class Snapshot(NamedTuple):
@@ -193,8 +191,7 @@ class StreamReader:
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example, or none that is "
                 "kept, so there is nothing to train on. Check its source, its filters "
-                f"`overlong={self.limits.overlong!r}` and "
-                f"`max_ratio={self.limits.max_ratio!r}`."
+                f"and `overlong={self.limits.overlong!r}`."
             )
         is_last = self.num_epochs is not None and self._epoch + 1 >= self.num_epochs
         if is_last and self.counts.read >= self._num_again:

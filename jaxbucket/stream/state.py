@@ -73,7 +73,7 @@ class StreamState:
             "features": json.dumps(self.features),
             "epoch": snapshot.epoch,
             "number": snapshot.epoch_index,
-            "counts": _counts_to_dict(snapshot.counts),
+            "counts": dataclasses.asdict(snapshot.counts),
             "snapshot_checksum": snapshot.checksum,
             "parent": snapshot.state,
         }
@@ -105,7 +105,7 @@ class StreamState:
 
     @classmethod
     def _parse(cls, state: Mapping[str, Any]) -> StreamState:
-        counts = {"filtered": 0, **state["counts"]}
+        counts = state["counts"]
         names = [field.name for field in dataclasses.fields(StreamCounts)]
         features = {
             str(name): (str(np.dtype(dtype)), [int(n) for n in shape])
@@ -189,14 +189,6 @@ class StreamState:
 def num_tokens(pending: Sequence[PooledExample]) -> int:
     """Returns the number of tokens of examples."""
     return sum(example.num_tokens for example in pending)
-
-
-def _counts_to_dict(counts: StreamCounts) -> dict[str, int]:
-    """Returns the counts, with `filtered` only if there are such examples."""
-    values = dataclasses.asdict(counts)
-    if not counts.filtered:
-        del values["filtered"]
-    return values
 
 
 def _count(number: Any) -> int:
