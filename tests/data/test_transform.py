@@ -2,9 +2,6 @@
 
 import functools
 import json
-import pathlib
-import subprocess
-import sys
 
 import grain
 import jax
@@ -112,31 +109,6 @@ def test_micro_batches_are_numbered_if_examples_repeat():
         steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
         numbers = [x.number for step in steps for x in schedule.draws(step)]
         assert numbers == list(range(3 * len(schedule)))
-
-
-def test_workers_of_a_stream_draw_different_numbers():
-    source = make_source(np.full(8, 3))
-    plan = jb.BucketPlan.from_shapes([(4, 3)])
-    drawn = {}
-    for worker in range(2):
-        # As Grain does if the iterators run in workers.
-        dataset = jb.stream_batches(
-            lambda epoch, seed: grain.MapDataset.source(source).to_iter_dataset(),
-            plan,
-            pool_size=4,
-            seed=5,
-            transform=noisy,
-        )
-        dataset.set_slice(slice(worker, None, 2))
-        for batch in dataset:
-            pairs = (batch.features["index"], batch.features["drawn"])
-            drawn |= dict(zip(*(x.tolist() for x in pairs), strict=True))
-    want = {}
-    for index in range(8):
-        number, worker = divmod(index, 2)
-        rng = example_rng(5, 0, 0, number, worker)
-        want[index] = noisy(source[index] | {"tokens": np.arange(3)}, rng)["drawn"]
-    assert drawn == want
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -434,47 +406,6 @@ def test_a_position_contains_the_name_of_the_transform():
         make(transform=RandomMap().random_map).resume(position)
 
 
-WORKERS = """
-import numpy as np
-import jaxbucket as jb
-
-def job():
-    lengths = np.random.default_rng(0).integers(1, 30, 90)
-    source = [{"tokens": np.arange(n), "index": np.int32(i)} for i, n in
-              enumerate(lengths)]
-    plan = jb.plan_buckets(lengths, max_tokens=240, num_buckets=3)
-    offset = 5
-    return jb.batch_dataset(
-        source, jb.BatchSchedule(plan, lengths), num_epochs=2,
-        transform=lambda x, rng: x | {"noise": offset + rng.random(len(x["tokens"]))},
-    )
-
-if __name__ == "__main__":
-    dataset = job()
-    for workers in (0, 2):
-        loaded = list(jb.data.load_in_workers(dataset, workers, num_threads=3))
-        assert len(loaded) == len(dataset)
-        for step, batch in enumerate(loaded):
-            for name, value in dataset[step].features.items():
-                assert np.array_equal(value, batch.features[name]), (step, name)
-    print("all equal")
-"""
-
-
-@pytest.mark.exhaustive
-def test_workers_and_threads_draw_the_same_numbers(tmp_path: pathlib.Path):
-    script = tmp_path / "script.py"
-    script.write_text(WORKERS)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.stdout.endswith("all equal\n"), run.stdout + run.stderr
-
-
 # Streams
 
 
@@ -610,24 +541,3 @@ def test_the_state_of_a_stream_contains_the_transform():
     with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
         transformed.position(1).check_same(plain.position(1))
     iter(make(transform=noisy)).set_state(state)
-
-
-def test_resuming_detects_a_transform_with_its_own_generator():
-    lengths = np.full(100, 9)
-    plan = jb.plan_buckets(lengths, max_tokens=36)
-    global_rng = np.random.default_rng(0)
-
-    def transform_with_own_generator(example, rng):
-        return example | {"noise": global_rng.random(3)}
-
-    dataset = jb.stream_batches(
-        stream_of(make_source(lengths)),
-        plan,
-        pool_size=40,
-        sequences=["tokens"],
-        transform=transform_with_own_generator,
-    )
-    iterator = iter(dataset)
-    next(iterator)
-    with pytest.raises(ValueError, match="by seeding all random draws"):
-        iter(dataset).set_state(iterator.get_state())
