@@ -47,6 +47,8 @@ def _with_options(message: str, command: click.Command) -> str:
         for param in command.params
         if isinstance(param, click.Option)
     }
+    # The library names the folder of `precompile` after what it stores.
+    options |= {"executables": options["cache"]} if "cache" in options else {}
 
     def replaced(match: re.Match[str]) -> str:
         name, value = match.groups()
