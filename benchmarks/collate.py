@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxbucket as jb
-from jaxbucket.data.source import RowSource
+from jaxbucket.data.token_source import TokenSource
 
 LENGTHS = (32, 128, 512, 2048)
 COPIED = 200_000_000
@@ -72,7 +72,7 @@ def measure(
         ]
 
     split = jb.data.split_source(file, seq_len)
-    assert isinstance(split, RowSource)
+    assert isinstance(split, TokenSource)
 
     def with_split_source() -> list[jb.Batch]:
         options = {"pad_value": 0, "truncate": False}

@@ -37,11 +37,18 @@ def surprise(example: dict[str, np.ndarray]) -> float:
     return 8 * len(zlib.compress(content)) / len(content)
 
 
-DIFFICULTIES = {
-    "length": length,
-    "rarity": jb.data.token_rarity(vocab_size=256, mean=True),
-    "surprise": surprise,
-}
+class Rarity:
+    """Returns the mean of `-log` of the share of each byte: rare bytes are hard."""
+
+    def __init__(self, source: documents.Examples):
+        counts = sum(np.bincount(x["tokens"], minlength=256) for x in source)
+        self.surprise = np.log(np.sum(counts)) - np.log(np.maximum(counts, 1))
+
+    def __call__(self, example: dict[str, np.ndarray]) -> float:
+        return self.surprise[example["tokens"]].mean()
+
+
+DIFFICULTIES = ("length", "rarity", "surprise")
 PANELS = {
     "difficulty": "difficulty",
     "seq_len": "T",
@@ -94,11 +101,12 @@ def write_indexes(
     `--sorted-by` decides whether it is sorted together with the other shares.
     """
     folder = pathlib.Path(args.index)
+    metrics = {"length": length, "rarity": Rarity(source), "surprise": surprise}
     shares = jb.data.measure_difficulty(
         source,
-        {name: DIFFICULTIES[name] for name in args.difficulty},
+        {name: metrics[name] for name in args.difficulty},
         cache=folder / "cache",
-        cache_key={name: name for name in args.difficulty},
+        cache_key="bytes-1",
         processes=processes,
         progress=processes.index == 0,
     )

@@ -30,7 +30,7 @@ with _lazy_names(globals()):
     from jaxbucket.base.bucket import Bucket as Bucket
     from jaxbucket.base.buckets import BucketPlan as BucketPlan
     from jaxbucket.compile.steps import compile_steps as compile_steps
-    from jaxbucket.data.lengths.measure import measure_lengths as measure_lengths
+    from jaxbucket.data.measure import measure_lengths as measure_lengths
     from jaxbucket.data.pipeline import batch_dataset as batch_dataset
     from jaxbucket.distributed.processes import Processes as Processes
     from jaxbucket.distributed.stop import StopRequest as StopRequest

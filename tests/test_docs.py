@@ -123,7 +123,7 @@ def test_the_commands_of_the_page_on_several_lengths_run(tmp_path):
     file = tmp_path / "examples" / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, pairs)))
     commands = run_commands("several_lengths", tmp_path)
-    assert commands == ["measure", "plan", "plan", "report"]
+    assert commands == ["measure", "plan", "report"]
 
 
 def quick_start() -> str:

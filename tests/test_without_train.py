@@ -18,15 +18,17 @@ REMEDY = "pip install 'jaxbucket[train]'"
 PACKAGES = {"attention", "compile", "data", "distributed", "layers", "optim", "sort"}
 PACKAGES |= {"packing", "plan", "schedule", "stream", "testing", "train"}
 COMMANDS = """\
-measure texts.txt --unit bytes -o lengths.npy
+measure lengths:texts -o lengths.npy
 plan lengths.npy --max-tokens 64 -o plan.json
 plan lengths.npy --max-tokens 64 --pack always
 compare lengths.npy --max-tokens 64
 report plan.json lengths.npy"""
-INCOMPLETE = """\
-measure texts.array_record
-analyze nowhere:source --metric length -o index
-precompile --recipe nowhere:recipe --plan plan.json --cache cache"""
+INCOMPLETE = "precompile --recipe nowhere:recipe --plan plan.json --cache cache"
+TEXTS = """
+import numpy
+def texts():
+    return [{"tokens": numpy.zeros(n)} for n in (5, 8, 15)]
+"""
 # Python imports a module of this name when it starts.
 HIDE = """
 import sys
@@ -51,8 +53,7 @@ def test_planning_works_without_the_extras(tmp_path):
 def check_commands() -> None:
     from jaxbucket.cli import main
 
-    pathlib.Path("texts.txt").write_text("a few\ntexts of\nvarious lengths\n")
-    pathlib.Path("texts.array_record").touch()
+    pathlib.Path("lengths.py").write_text(TEXTS)
     for commands, status in [(COMMANDS, 0), (INCOMPLETE, 1)]:
         for command in commands.splitlines():
             result = click.testing.CliRunner().invoke(main, command.split())

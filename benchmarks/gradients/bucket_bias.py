@@ -134,8 +134,7 @@ def _make_gradient_step(
     loss_fn: LossFn, state: TrainState, batches: MeshLoader, seed: int
 ) -> Callable[[TrainState, Batch], tuple[Any, Metrics]]:
     """Returns a jitted step, `(state, batch) -> (gradients of the loss sum, sums)`."""
-    # New values of the model's variables are not needed, so no rules combine them.
-    sums_fn, mesh = gradient_sums(loss_fn, rules=None), batches.mesh
+    sums_fn, mesh = gradient_sums(loss_fn, updates_variables=True), batches.mesh
     global_sums = sum_over_batch(sums_fn, mesh, "jit", batches.batch_axes, seed)
 
     @record_arguments

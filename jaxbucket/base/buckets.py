@@ -25,7 +25,6 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.base.ratio import MaxRatio, checked_ratio, within_ratio
 from jaxbucket.base.sizes import PerSequence, Size, Sizes, checked_size
 
 
@@ -65,9 +64,6 @@ class BucketPlan:
       cost_unit: the unit of `step_costs`, such as "s".
       packed: whether the shapes were chosen for rows of several examples, as by
         `plan_packing`. Such a plan has to be used with a `Packing`.
-      max_ratio: with several sequences, leaves out an example if one of its sequences
-        is more than this many times as long as another; or a mapping with a ratio for
-        some pairs, as in `{"source/target": 2.5}`. None keeps all examples.
 
     Raises:
       ValueError: if a field is invalid, or a bucket violates one of these constraints.
@@ -81,7 +77,6 @@ class BucketPlan:
     step_costs: tuple[float, ...] | None = None
     cost_unit: str = "tokens"
     packed: bool = False
-    max_ratio: MaxRatio | None = None
 
     if TYPE_CHECKING:
         # Any mapping is accepted, and stored as `Sizes`.
@@ -108,8 +103,6 @@ class BucketPlan:
         if isinstance(self.overlong, Mapping) and len(set(self.overlong.values())) == 1:
             # Equal policies are the same plan, however they were written.
             self._set("overlong", next(iter(self.overlong.values())))
-        if self.max_ratio is not None:
-            self._set("max_ratio", checked_ratio(self.max_ratio, self.sequences))
         if not isinstance(self.packed, bool):
             raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         plan_checks.check_cost_unit(self)
@@ -217,7 +210,7 @@ class BucketPlan:
     @property
     def of_rows(self) -> BucketPlan:
         """The same shapes for the lengths of packed rows, all of which they hold."""
-        return dataclasses.replace(self, packed=False, max_ratio=None)
+        return dataclasses.replace(self, packed=False)
 
     @property
     def max_seq_len(self) -> int:
@@ -281,7 +274,7 @@ class BucketPlan:
 
         Returns:
           `[N]` int16: an index into `buckets`, or -1 for an example that
-          `overlong="drop"` or `max_ratio` leaves out.
+          `overlong="drop"` leaves out.
 
         Raises:
           ValueError: if `check` raises it.
@@ -299,10 +292,9 @@ class BucketPlan:
 
     def _assign_several(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the bucket of each example, `[N]` int16, from `[N, Q]` lengths."""
-        is_used = within_ratio(lengths, self.sequences, self.max_ratio)
         is_over = lengths > self.seq_lens.max(axis=0)
         policies = np.array([self.policy(name) for name in self.sequences])
-        is_used = is_used & ~is_over[:, policies == "drop"].any(axis=1)
+        is_used = ~is_over[:, policies == "drop"].any(axis=1)
         for q in np.flatnonzero(policies == "error").tolist():
             if (is_over[:, q] & is_used).any():
                 name, used = self.sequences[q], lengths[:, q] * is_used

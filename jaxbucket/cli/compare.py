@@ -6,52 +6,37 @@ import pathlib
 from typing import Any
 
 import click
-import numpy as np
 
-from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.columns import (
-    check_several,
-    column_option,
-    one_length_only,
-    read_columns,
-    several_limits,
-)
 from jaxbucket.cli.options import (
     EXISTING,
-    NEW,
-    POSITIVE,
-    ShapeOptions,
     block_sparse_option,
-    integers,
+    column_option,
     json_option,
-    shape_options,
+    limit_options,
+    limits_for,
+    num_buckets_option,
+    plot_option,
+    read_columns,
+    remainder_option,
     unit_option,
 )
-from jaxbucket.cli.outputs import check_outputs, new_figure
-from jaxbucket.cli.packing import with_packed_rows
-from jaxbucket.cli.report import read_plan, remainder_option
-from jaxbucket.cli.show import show
-from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack
-from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.planner import plan_within
+from jaxbucket.cli.output import check_outputs, new_figure, show
+from jaxbucket.cli.plan import pack_rows, parse_size
+from jaxbucket.cli.report import read_plan, report_packed
+from jaxbucket.packing.packed_plan import PACK_CHOICES
 from jaxbucket.plan.reports.compare import compare_plans
-from jaxbucket.plan.sequence_limits import SequenceLimits
+from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
+
+# What a model must do to train on packed rows.
+_REQUIRES = (
+    "Packed rows hold several examples, so attention must use segment ids to stay "
+    "within each example, as `jb.segment_attention` does."
+)
 
 
 @click.command()
 @click.argument("lengths", type=EXISTING)
-@click.option(
-    "--num-buckets", type=POSITIVE, default=8, help="Maximum number of shapes per plan."
-)
-@click.option(
-    "--boundaries",
-    help="Also compare a plan with these values of T, for example 128,256,512.",
-)
-@click.option(
-    "--shapes",
-    help="Also compare a plan with these shapes B x T, for example 32x128,16x256.",
-)
+@num_buckets_option
 @click.option(
     "--plan",
     "plan_files",
@@ -67,22 +52,20 @@ from jaxbucket.plan.sequence_limits import SequenceLimits
     help="Whether to compare packed rows; auto does so if the limits allow it.",
 )
 @block_sparse_option
-@shape_options
+@limit_options
 @remainder_option
 @column_option
 @unit_option
-@click.option("--plot", type=NEW, help="Draw the comparison to this file.")
+@plot_option
 @json_option
 def compare(
     lengths: pathlib.Path,
-    num_buckets: int,
-    boundaries: str | None,
-    shapes: str | None,
+    num_buckets: str,
     plan_files: tuple[pathlib.Path, ...],
-    pack: Pack,
+    pack: str,
     block_sparse: bool,
-    shape: ShapeOptions,
-    remainder: Remainder,
+    limits: dict[str, Any],
+    remainder: Any,
     columns: tuple[str, ...],
     unit: str,
     plot: pathlib.Path | None,
@@ -94,85 +77,61 @@ def compare(
     unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
     If you repeat --column, plans have a T for each column.
     """
-    limits = _limits(columns, boundaries, shapes, shape)
-    check_outputs([lengths, *plan_files, *shape.inputs], plot=plot)
+    check_outputs([lengths, *plan_files], plot=plot)
+    size = parse_size(num_buckets)
     with new_figure(plot, 10, 6) as figure:
-        measured: Any = read_columns(lengths, columns)
+        measured = read_columns(lengths, columns)
         comparison = compare_plans(
             measured,
-            limits,
-            num_buckets=num_buckets,
-            others=_others(measured, boundaries, shapes, plan_files, shape, columns),
+            limits_for(measured, limits),
+            num_buckets=size,
+            others={str(path): read_plan(path) for path in plan_files},
             remainder=remainder,
         )
-        comparison = with_packed_rows(
-            comparison,
-            measured,
-            limits,
-            shape,
-            pack=pack,
-            block_sparse=block_sparse,
-            remainder=remainder,
-        ).with_unit(unit)
-        if figure:
-            from jaxbucket.plan.reports.comparison_plots import (
-                comparison_height,
-                plot_comparison,
+        if pack != "never":
+            packed = {"num_buckets": size, "block_sparse": block_sparse}
+            comparison = _with_packed(
+                comparison, measured, limits, packed, pack == "always", remainder
             )
+        comparison = comparison.with_unit(unit)
+        if figure:
+            from jaxbucket.plan.reports import comparison_plots
 
-            figure.set_size_inches(10, comparison_height(comparison))
-            plot_comparison(comparison, measured, figure)
+            height = comparison_plots.comparison_height(comparison)
+            figure.set_size_inches(10, height)
+            comparison_plots.plot_comparison(comparison, measured, figure)
     show(as_json, comparison.to_dict(), comparison)
 
 
-def _limits(
-    columns: tuple[str, ...],
-    boundaries: str | None,
-    shapes: str | None,
-    shape: ShapeOptions,
-) -> Limits | SequenceLimits:
-    """Returns the limits, after checking that the columns allow all options."""
-    if len(columns) < 2:
-        shape.check_one_length()
-        return shape.limits()
-    check_several(columns, one_length_only(boundaries, shapes), shape)
-    return several_limits(shape, columns)
+def _with_packed(
+    comparison: Comparison,
+    lengths: Any,
+    limits: dict[str, Any],
+    options: dict[str, Any],
+    required: bool,
+    remainder: Any,
+) -> Comparison:
+    """Returns the comparison with packed rows, for several values of T and for one.
 
-
-def _others(
-    lengths: np.ndarray,
-    boundaries: str | None,
-    shapes: str | None,
-    plan_files: tuple[pathlib.Path, ...],
-    shape: ShapeOptions,
-    columns: tuple[str, ...],
-) -> dict[str, BucketPlan]:
-    others = {path.name: read_plan(path) for path in plan_files}
-    if len(others) < len(plan_files):
-        names = [path.name for path in plan_files]
-        raise ValueError(
-            f"`--plan` has files of the same name: {names}. Rename one of them."
-        )
-    for path, plan in zip(plan_files, others.values(), strict=True):
-        if list(plan.sequences) != (sorted(columns) if len(columns) > 1 else []):
-            raise ValueError(
-                f"`--plan {path}` has the sequences {list(plan.sequences)}, but "
-                f"`--column` names {list(columns)}. Name the same columns, or pass it "
-                "to `jaxbucket report`."
-            )
-        if plan.packed:
-            raise ValueError(
-                f"`--plan {path}` is for packed rows, which `--pack always` compares. "
-                "Remove it."
-            )
-    if boundaries is not None:
-        ends = integers(boundaries)
-        if ends is None:
-            raise ValueError(
-                f"`--boundaries {boundaries}` is not a list of lengths. Pass values of "
-                "T such as 128,256,512. All rules are always compared."
-            )
-        others["given boundaries"] = plan_within(lengths, shape.limits(), 1, ends)
-    if shapes is not None:
-        others["given shapes"] = shape.fixed_plan(shapes)
-    return others
+    A note says why they are missing if packing does not support the limits and is not
+    required.
+    """
+    plans = []
+    try:
+        for name, size in (
+            ("packed", options["num_buckets"]),
+            ("packed, one shape", 1),
+        ):
+            # One T may be the best choice anyway.
+            if not plans or len(plans[0].plan) > 1:
+                choice = {**options, "num_buckets": size, "pack": "always"}
+                packed: Any = pack_rows(lengths, limits, **choice)
+                epoch = report_packed(
+                    packed.plan, lengths, packed.packing, remainder=remainder
+                )
+                plans.append(ComparedPlan(name, packed.plan, epoch))
+    except ValueError as error:
+        if required:
+            raise
+        return comparison.extended((), f"Packed rows are not compared: {error}")
+    return comparison.extended(plans, _REQUIRES)

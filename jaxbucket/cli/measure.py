@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import pathlib
-import zipfile
+import sys
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, Any
 
 import click
 import numpy as np
 
-from jaxbucket.cli.columns import column_option
-from jaxbucket.cli.options import json_option
-from jaxbucket.cli.outputs import atomic_write, check_outputs, new_figure
-from jaxbucket.cli.show import show
-from jaxbucket.data.lengths.files import read_lengths
-from jaxbucket.data.lengths.summary import SequenceSummary, summarize_lengths
-from jaxbucket.data.lengths.values import UNITS, Measure, Unit
-
-_FILE = click.Path(path_type=pathlib.Path)
+from jaxbucket.base.checks import check_lengths
+from jaxbucket.cli.options import (
+    NEW,
+    column_option,
+    json_option,
+    load_function,
+    plot_option,
+)
+from jaxbucket.cli.output import atomic_write, check_outputs, new_figure, show
+from jaxbucket.data.length_files import UNITS, Unit, read_lengths
+from jaxbucket.data.measure import measure_lengths
 
 
 @click.command()
@@ -28,14 +30,9 @@ _FILE = click.Path(path_type=pathlib.Path)
     "--unit", type=click.Choice(UNITS), help="The unit in which text is measured."
 )
 @click.option(
-    "--length-fn",
-    metavar="MODULE:FUNCTION",
-    help="A function that returns the length of an example: a row, line or record.",
-)
-@click.option(
     "--output",
     "-o",
-    type=_FILE,
+    type=NEW,
     help="Write the lengths to this .npy file, or .npz for several columns.",
 )
 @click.option(
@@ -44,13 +41,12 @@ _FILE = click.Path(path_type=pathlib.Path)
     default=0,
     help="Number of worker processes for a source from module:function.",
 )
-@click.option("--plot", type=_FILE, help="Draw a histogram to this file.")
+@plot_option
 @json_option
 def measure(
     source: str,
     columns: tuple[str, ...],
     unit: Unit | None,
-    length_fn: str | None,
     output: pathlib.Path | None,
     num_workers: int,
     plot: pathlib.Path | None,
@@ -58,89 +54,98 @@ def measure(
 ) -> None:
     """Measure the lengths of the examples in SOURCE, for `jaxbucket plan`.
 
-    SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl, .parquet, .array_record, or text
-    with one example per line. Line-based files may be gzipped. Integers are used as
-    lengths, lists are measured by their number of elements, and text is measured in
-    --unit. If you repeat --column, all columns are measured in one pass.
-    SOURCE can also be module:function, a function without arguments that
-    returns a random-access source, an array of lengths, or an iterable of examples.
+    SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl or .parquet. Tables of text may be
+    compressed. Integers are used as lengths, lists are measured by their number of
+    elements, and text is measured in --unit. SOURCE can also be module:function, a
+    function without arguments that returns a random-access source of examples, or an
+    array of lengths. If you repeat --column, all columns are measured in one pass.
     """
     check_outputs([pathlib.Path(source)], output=output, plot=plot)
-    _check_suffix(output, columns)
-    counted = unit or "tokens"
-    # Check that a plot can be drawn before measuring, which may take hours.
-    names = columns or (None,)
-    with new_figure(plot, 8, 6 * len(names)) as figure:
-        rule = _measure(unit, length_fn)
-        measured = _measured(source, columns, rule, num_workers)
-        lengths = dict(zip(names, measured, strict=True))
-        if output:
-            with atomic_write("--output", output) as file:
-                _save(file, measured, columns)
-        if figure:
-            from jaxbucket.plan.reports.plots import plot_histogram
-
-            panels = figure.subfigures(len(names), 1, squeeze=False)[:, 0]
-            for panel, (name, values) in zip(panels, lengths.items(), strict=True):
-                plot_histogram(values, panel, unit=counted)
-                if len(names) > 1:
-                    panel.suptitle(name)
-    summaries = {str(x): summarize_lengths(y, counted) for x, y in lengths.items()}
-    summary = SequenceSummary(summaries)
-    if len(names) == 1:
-        (summary,) = summaries.values()
-    show(as_json, summary.to_dict(), summary)
-
-
-def _check_suffix(output: pathlib.Path | None, columns: Sequence[str]) -> None:
-    # Other commands tell the format of a file by its suffix.
-    suffix, what = ".npy", "lengths"
-    if len(columns) > 1:
-        suffix, what = ".npz", "several columns"
+    suffix = ".npz" if len(columns) > 1 else ".npy"
     if output and output.suffix.lower() != suffix:
         raise ValueError(
-            f"`--output {output}`: {what} are written as {suffix}. Name the file "
-            f"{output.with_suffix(suffix)}."
+            f"`output={output}` must end with {suffix}, by which other commands tell "
+            "the format."
         )
-
-
-def _save(file: IO[bytes], lengths: list[np.ndarray], columns: Sequence[str]) -> None:
-    """Writes one array as .npy, or several as .npz."""
-    arrays = [array.astype(np.int32) for array in lengths]
-    if len(arrays) == 1:
-        np.save(file, arrays[0])
-        return
-    # `numpy.savez` refuses some names, such as "file".
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in zip(columns, arrays, strict=True):
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, array)
-
-
-def _measure(unit: Unit | None, length_fn: str | None) -> Measure:
-    if length_fn is None:
-        return Measure(unit)
-    from jaxbucket.data.lengths.functions import load_function
-
-    return Measure(unit, load_function(length_fn))
+    names = columns or ("",)
+    # Check that a plot can be drawn before measuring, which may take hours.
+    with new_figure(plot, 8, 6 * len(names)) as figure:
+        lengths = dict(
+            zip(names, _measured(source, columns, unit, num_workers), strict=True)
+        )
+        if output:
+            with atomic_write("output", output) as file:
+                _save(file, lengths)
+        if figure:
+            _draw(figure, lengths, unit or "tokens")
+    summaries = {name: summarize(values) for name, values in lengths.items()}
+    numbers: Any = summaries if columns[1:] else summaries[names[0]]
+    show(as_json, numbers, _table(summaries, unit or "tokens"))
 
 
 def _measured(
-    source: str, columns: Sequence[str], measure: Measure, num_workers: int
+    source: str, columns: Sequence[str], unit: Unit | None, num_workers: int
 ) -> list[np.ndarray]:
     path = pathlib.Path(source)
     # A file may have a colon in its name.
-    if not path.exists():
-        from jaxbucket.data.lengths.functions import is_function_name, measure_function
+    if path.exists() or ":" not in source:
+        return read_lengths(path, columns, unit)
+    if unit:
+        raise ValueError(f"`unit={unit}` is for files. Return lengths from {source}.")
+    examples = load_function(source)()
+    if isinstance(examples, np.ndarray):
+        return [check_lengths(examples)]
+    options: Any = {"num_workers": num_workers, "progress": sys.stderr.isatty()}
+    if len(columns) < 2:
+        return [measure_lengths(examples, sequences=columns or None, **options)]
+    sequences = {name: [name] for name in columns}
+    found = measure_lengths(examples, sequences=sequences, **options)
+    return [found[name] for name in columns]
 
-        if is_function_name(source):
-            return measure_function(source, columns, measure, num_workers)
-        raise ValueError(
-            f"`{source}` does not exist. Pass a file, or a function as module:function."
+
+def _save(file: IO[bytes], lengths: dict[str, np.ndarray]) -> None:
+    arrays: Any = {name: values.astype(np.int32) for name, values in lengths.items()}
+    if len(arrays) == 1:
+        np.save(file, next(iter(arrays.values())))
+    else:
+        np.savez(file, **arrays)
+
+
+def _draw(figure: Any, lengths: dict[str, np.ndarray], unit: str) -> None:
+    from jaxbucket.plan.reports.plots import plot_histogram
+
+    panels = figure.subfigures(len(lengths), 1, squeeze=False)[:, 0]
+    for panel, (name, values) in zip(panels, lengths.items(), strict=True):
+        plot_histogram(values, panel, unit=unit)
+        panel.suptitle(name)
+
+
+def summarize(lengths: np.ndarray) -> dict[str, Any]:
+    """Returns statistics of lengths; percentiles are not interpolated."""
+    shares = {"median": 50, "p90": 90, "p99": 99}
+    points = np.percentile(lengths, [*shares.values()], method="inverted_cdf")
+    return {
+        "examples": len(lengths),
+        "total": int(lengths.sum(dtype=np.int64)),
+        "mean": float(lengths.mean()),
+        "min": int(lengths.min()),
+        **dict(zip(shares, map(int, points), strict=True)),
+        "max": int(lengths.max()),
+        "distinct": len(np.unique(lengths)),
+    }
+
+
+def _table(summaries: dict[str, dict[str, Any]], unit: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(f"lengths in {unit}")
+    for name in summaries:
+        table.add_column(name, justify="right")
+    for row in next(iter(summaries.values())):
+        values = [summary[row] for summary in summaries.values()]
+        table.add_row(
+            row, *(f"{x:,.1f}" if row == "mean" else f"{x:,}" for x in values)
         )
-    if num_workers:
-        raise ValueError(
-            f"`--num-workers {num_workers}` has no effect on a file, which one process "
-            "reads. Remove it, or pass a source as module:function."
-        )
-    return read_lengths(path, columns, measure)
+    return table

@@ -9,8 +9,8 @@ import sys
 import click
 
 from jaxbucket.cli.options import EXISTING, POSITIVE, json_option
+from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
-from jaxbucket.cli.show import show
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -76,10 +76,10 @@ def precompile(
     if memory_gb is not None and math.isnan(memory_gb):
         raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
     shapes = read_plan(plan)
+    from jaxbucket.cli.options import load_function
     from jaxbucket.compile.executables import check_writable
     from jaxbucket.compile.recipes import precompile
     from jaxbucket.compile.xla_cache import use_xla_cache
-    from jaxbucket.data.lengths.functions import load_function
     from jaxbucket.distributed.processes import Processes
 
     function = load_function(recipe)

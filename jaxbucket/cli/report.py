@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.policies import GROUPS
-from jaxbucket.cli.columns import column_option, read_for_plan
 from jaxbucket.cli.options import (
     EXISTING,
-    NEW,
-    POSITIVE,
+    accumulate_option,
+    column_option,
+    group_option,
     json_option,
+    plot_option,
+    read_columns,
+    remainder_option,
     unit_option,
 )
-from jaxbucket.cli.outputs import check_outputs, new_figure
-from jaxbucket.cli.show import as_dict, draw_plan, show
-from jaxbucket.plan.flow.remainder import Remainder
+from jaxbucket.cli.output import as_dict, check_outputs, draw_plan, new_figure, show
+from jaxbucket.packing.rows import Packing, pack
+from jaxbucket.plan.reports.epoch import Report, changed_examples
 from jaxbucket.plan.reports.epoch import report as report_of
-
-remainder_option = click.option(
-    "--remainder",
-    type=click.Choice(get_args(Remainder)),
-    default="cheapest",
-    help="What to do with examples that do not fill a batch.",
-)
 
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=EXISTING)
 @click.argument("lengths", type=EXISTING)
 @remainder_option
-@click.option("--accumulate", type=POSITIVE, default=1, help="Micro-batches per step.")
-@click.option(
-    "--group",
-    type=click.Choice(GROUPS),
-    default="same",
-    help="Whether all micro-batches of a step have the same bucket, or may have "
-    "different ones.",
-)
+@accumulate_option
+@group_option
 @column_option
 @unit_option
-@click.option("--plot", type=NEW, help="Draw the plan to this file.")
+@plot_option
 @json_option
 def report(
     plan_file: pathlib.Path,
@@ -65,44 +54,37 @@ def report(
     """
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
-        bucket_plan = _first_plan(plan_file, lengths)
-        measured = read_for_plan(bucket_plan, lengths, columns)
-        rows = measured
-        if bucket_plan.packed:
-            from jaxbucket.cli.packing import packed_report
-
-            rows, epoch = packed_report(bucket_plan, measured, **options)
+        plan = read_plan(plan_file)
+        rows = read_columns(lengths, columns or plan.sequences)
+        if plan.packed:
+            seq_lens = [bucket.seq_len for bucket in plan.buckets]
+            packing = pack(rows, seq_lens, overlong=plan.overlong)
+            epoch = report_packed(plan, rows, packing, **options)
+            rows = packing.row_lengths
         else:
-            epoch = report_of(bucket_plan, measured, **options)
+            epoch = report_of(plan, rows, **options)
         epoch = dataclasses.replace(epoch, unit=unit)
         if figure:
-            draw_plan(figure, bucket_plan, rows, epoch)
-    show(as_json, as_dict(bucket_plan, epoch), epoch)
+            draw_plan(figure, plan, rows, epoch)
+    show(as_json, as_dict(plan, epoch), epoch)
 
 
-def _first_plan(path: pathlib.Path, lengths: pathlib.Path) -> BucketPlan:
-    """Returns the plan in the first file.
+def report_packed(
+    plan: BucketPlan, lengths: Any, packing: Packing, **options: Any
+) -> Report:
+    """Returns the report of an epoch of packed rows.
 
-    Raises:
-      ValueError: if it is not a plan; the message says so if the files are swapped.
+    Args:
+      plan: the shapes.
+      lengths: `[N]` integers, one per example; by name if there are several sequences.
+      packing: the rows.
+      options: the options of `report`.
     """
-    try:
-        return read_plan(path)
-    except ValueError:
-        if not _is_plan(lengths):
-            raise
-    raise ValueError(
-        f"`{path}` is not a plan. The plan comes first: `jaxbucket report {lengths} "
-        f"{path}`."
-    )
-
-
-def _is_plan(path: pathlib.Path) -> bool:
-    try:
-        read_plan(path)
-    except ValueError:
-        return False
-    return True
+    epoch = report_of(plan.of_rows, packing.row_lengths, **options)
+    # The mean over epochs, if rows are dropped.
+    examples = round(epoch.examples / packing.num_rows * packing.num_examples)
+    changes = changed_examples(plan, lengths)
+    return dataclasses.replace(epoch, packed_examples=examples, **changes)
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:
@@ -112,12 +94,8 @@ def read_plan(path: pathlib.Path) -> BucketPlan:
       ValueError: if the file is not a complete plan.
     """
     try:
-        text = path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"`{path}` is not a plan. Pass a file that `jaxbucket plan -o` wrote."
-        ) from None
-    try:
-        return BucketPlan.from_json(text)
+        return BucketPlan.from_json(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"`{path}`: {error}") from None
+        raise ValueError(
+            f"`{path}` is not a plan that `jaxbucket plan -o` wrote: {error}"
+        ) from None

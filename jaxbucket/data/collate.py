@@ -19,8 +19,12 @@ from jaxbucket.data.example import (
     check_numbers,
     matching_arrays,
 )
-from jaxbucket.data.row_checks import too_long_error
-from jaxbucket.data.segments import row_mask, row_segments, with_segments
+from jaxbucket.data.segments import (
+    row_mask,
+    row_segments,
+    too_long_error,
+    with_segments,
+)
 from jaxbucket.data.sequence_axes import (
     SequenceAxes,
     sequence_axes,
@@ -153,7 +157,7 @@ def collate_rows(
                 if start + kept > seq_len:
                     suffix = f" of {key!r}" if several else ""
                     packed = max_segments is not None
-                    raise too_long_error(row, start + kept, seq_len, suffix, packed)
+                    raise too_long_error(row, start + kept, seq_len, packed, suffix)
                 begin = length - kept if key in left else 0
                 kept_spans[key] = slice(begin, begin + kept)
                 row_spans[key] = slice(start, start + kept)

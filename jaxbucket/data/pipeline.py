@@ -19,10 +19,10 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.data.batch_iterator import BatchIterDataset
-from jaxbucket.data.batch_reader import BatchReader, FeatureTemplate, make_reader
 from jaxbucket.data.example import Sequences, copy_features
 from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
 from jaxbucket.data.num_steps import RunEnd, check_steps, epoch_end, run_end
+from jaxbucket.data.reader import BatchReader, FeatureTemplate
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform
 from jaxbucket.schedule.base import Schedule
@@ -100,22 +100,24 @@ def batch_dataset(
             f"`schedule` is a {type(schedule).__name__}, not a schedule. Pass "
             "`BatchSchedule(plan, lengths)`."
         )
-    shard, options = checked_shard(shard), (sequences, pad_value, transform)
-    if isinstance(schedule, Mixture) and schedule.names:
-        if not isinstance(source, Mapping):
-            raise ValueError(
-                f"`source` is a {type(source).__name__}, but the mixture has the names "
-                f"{list(schedule.names)}. Pass a mapping from these names to sources."
-            )
-        reader = make_mixture_reader(source, schedule, shard, *options)
-    elif isinstance(source, Mapping) and all(isinstance(x, str) for x in source):
+    shard, end = checked_shard(shard), run_end(num_steps, num_epochs)
+    options: Any = {
+        "sequences": sequences,
+        "pad_value": pad_value,
+        "transform": transform,
+    }
+    has_names = isinstance(schedule, Mixture) and bool(schedule.names)
+    if has_names != isinstance(source, Mapping):
         raise ValueError(
-            f"`source` is a mapping with the names {list(source)[:8]}. Pass it with a "
-            "`Mixture` of schedules with these names, or pass one source."
+            f"`source` is a {type(source).__name__}. A `Mixture` with names takes a "
+            "mapping from these names to sources, and any other schedule one source."
         )
+    if has_names:
+        named = cast(Mapping[str, Source], source)
+        reader = make_mixture_reader(named, cast(Mixture, schedule), shard, **options)
     else:
-        reader = make_reader(cast(Source, source), schedule, shard, *options)
-    return BatchDataset(reader, start_step, run_end(num_steps, num_epochs))
+        reader = BatchReader(cast(Source, source), schedule, shard, **options)
+    return BatchDataset(reader, start_step, end)
 
 
 class BatchDataset(grain.MapDataset[Batch]):

@@ -62,3 +62,36 @@ def with_segments(
     ids = mask.astype(np.int32)
     positions = np.arange(mask.shape[1], dtype=np.int32)
     return Batch(features, {name: ids}, {name: ids * positions})
+
+
+def check_row_lengths(lengths: np.ndarray, bucket: Bucket) -> None:
+    """Raises a ValueError if a row is longer than the bucket's T.
+
+    Args:
+      lengths: `[B]` integers; or, for packed rows, `[B, max_segments]`.
+      bucket: the shape (B, T).
+    """
+    totals = lengths if lengths.ndim == 1 else lengths.sum(axis=1)
+    if totals.max(initial=0) > bucket.tokens_per_row:
+        row = int(totals.argmax())
+        raise too_long_error(row, totals[row], bucket.tokens_per_row, lengths.ndim == 2)
+
+
+def too_long_error(
+    row: int, length: int, seq_len: int, packed: bool, suffix: str = ""
+) -> ValueError:
+    """Returns the error for a row that is longer than T.
+
+    Args:
+      row: index of the row in the batch.
+      length: length of the row.
+      seq_len: T.
+      packed: whether rows hold several examples.
+      suffix: text that names the sequence, such as " of 'inputs'".
+    """
+    remedy = "Use a longer bucket, or pass `truncate=True`."
+    if packed:
+        remedy = "Put fewer examples into the row, or use longer rows."
+    return ValueError(
+        f"Row {row} has length {length}{suffix}, beyond `seq_len={seq_len}`. {remedy}"
+    )

@@ -264,25 +264,15 @@ def length_functions(
     Raises:
       ValueError: as `listed_by_sequence`.
     """
-    listed = listed_by_sequence(sequences, sequences)
-    groups = features_by_sequence(sequences, sequences, sequences)
-    return {
-        name: functools.partial(
-            _sequence_length,
-            sequence=name,
-            features=features,
-            # An example may have no feature with the name of the sequence.
-            optional=None if name in listed[name] else name,
-        )
-        for name, features in groups.items()
-    }
+    measure = functools.partial(_sequence_length, sequences)
+    names = listed_by_sequence(sequences, sequences)
+    return {name: functools.partial(measure, name) for name in names}
 
 
 def _sequence_length(
-    example: Example, sequence: str, features: Mapping[str, int], optional: str | None
+    sequences: Mapping[str, Sequence[str]], name: str, example: Example
 ) -> int:
     arrays = as_arrays(example)
-    if optional not in arrays:
-        features = {x: axis for x, axis in features.items() if x != optional}
-    _check_axes(arrays, sequence, features)
+    features = features_by_sequence(sequences, sequences, arrays)[name]
+    _check_axes(arrays, name, features)
     return common_size({x: arrays[x].shape[axis] for x, axis in features.items()})

@@ -1,19 +1,15 @@
-"""Protocols of sources of examples, and digests of their contents."""
+"""What a source of examples provides, and digests of its contents."""
 
 from __future__ import annotations
 
 import operator
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from jaxbucket.base.batch import Batch
-from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.digest import digest
-from jaxbucket.base.padding import PadValue
-from jaxbucket.data.example import listed_names
 
 # Number of examples whose contents represent the whole source.
 _SAMPLES = 16
@@ -27,98 +23,16 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-@runtime_checkable
-class RowSource(Protocol):
-    """A source that gathers all rows of a batch in one call, such as a `TokenFile`.
-
-    Attributes:
-      lengths: `[N]` int32, known without reading an example.
-      sequences: names of the features that are padded.
-    """
-
-    @property
-    def lengths(self) -> np.ndarray: ...
-
-    @property
-    def sequences(self) -> tuple[str, ...]: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-    def collate(
-        self, rows: np.ndarray, bucket: Bucket, *, pad_value: PadValue, truncate: bool
-    ) -> Batch: ...
-
-
-@runtime_checkable
-class PackedSource(RowSource, Protocol):
-    """A row source that also gathers packed rows, `[B, max_segments]`."""
-
-    gathers_packed_rows: Literal[True]
-
-
-@runtime_checkable
-class SpanSource(RowSource, Protocol):
-    """A row source that also gathers spans of examples, so that they can be split."""
-
-    def collate_spans(
-        self,
-        rows: np.ndarray,
-        begins: np.ndarray,
-        lengths: np.ndarray,
-        bucket: Bucket,
-        *,
-        pad_value: PadValue,
-    ) -> Batch: ...
-
-
-def gathers(source: Any, packed: bool, truncates_left: bool) -> bool:
-    """Returns whether a source gathers the batches of a schedule.
-
-    Args:
-      source: random-access source of examples.
-      packed: whether rows hold several examples.
-      truncates_left: whether batches have the last tokens of longer examples.
-    """
-    needed = PackedSource if packed else RowSource
-    is_left = not truncates_left or isinstance(source, SpanSource)
-    return isinstance(source, needed) and is_left
-
-
-def check_sequences(
-    source: Source | RowSource, sequences: Sequence[str] | None
-) -> Sequence[str] | None:
-    """Returns the sequence features of a source; None for all with a leading axis.
-
-    Raises:
-      ValueError: if the source declares its sequences, and `sequences` differs.
-    """
-    names = None if sequences is None else listed_names(sequences)
-    if not isinstance(source, RowSource):
-        return names
-    if names not in (None, list(source.sequences)):
-        raise ValueError(
-            f"`sequences={names}`, but the source has {list(source.sequences)}. Remove "
-            "`sequences`, or write the source with these sequences."
-        )
-    return source.sequences
-
-
 def contents(source: Source) -> str:
     """Returns a digest of a fixed sample of examples and the source's fingerprint."""
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(int))
     examples = (read_example(source, int(index)) for index in indices)
-    return digest(_fingerprint(source).encode(), *map(_to_bytes, examples))
+    return digest(fingerprints([source]).encode(), *map(_to_bytes, examples))
 
 
 def fingerprints(sources: Sequence[Source]) -> str:
     """Returns the fingerprints of sources, one per line, empty if there is none."""
-    return "\n".join(map(_fingerprint, sources))
-
-
-def _fingerprint(source: Source) -> str:
-    return str(getattr(source, "fingerprint", ""))
+    return "\n".join(str(getattr(source, "fingerprint", "")) for source in sources)
 
 
 def check_index(source: Source, index: int) -> int:

@@ -10,12 +10,7 @@ import numpy as np
 from absl import flags
 
 from jaxbucket.base.checks import check_integer
-from jaxbucket.data.worker_exit import (
-    MISSING_GUARD,
-    exit_if_importing,
-    exit_with_parent,
-    missing_guard_message,
-)
+from jaxbucket.data.pool import exit_with_parent
 
 _T = TypeVar("_T")
 _WORKER_DIED = "terminated unexpectedly"
@@ -53,7 +48,7 @@ def load_in_workers(
 
     Raises:
       ValueError: if a number is negative, or `dataset` is not a `grain.MapDataset`.
-      RuntimeError: if a worker process dies, or the main script has no guard.
+      RuntimeError: if a worker process dies.
     """
     if not isinstance(dataset, grain.MapDataset):
         raise ValueError(
@@ -80,7 +75,6 @@ def _load(
     # Without the states of a `BatchDataset`, because this iterator has none.
     elements = grain.MapDataset.to_iter_dataset(dataset, reading)
     if num_workers:
-        exit_if_importing()
         # Grain reads absl flags, which are not parsed outside of absl programs.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
@@ -97,16 +91,12 @@ def _load(
     except RuntimeError as error:
         if _WORKER_DIED not in str(error):
             raise
-        if f"exit code {MISSING_GUARD}." in str(error):
-            raise RuntimeError(
-                missing_guard_message(
-                    "for batch in jb.data.load_in_workers(...):\n        ..."
-                )
-            ) from None
         raise RuntimeError(
-            f"A worker process died before element {number}, possibly for lack of "
-            "memory. The elements before it are valid. Continue with `start_step` "
-            f"increased by {number}, or resume from the last checkpoint."
+            f"A worker process died before element {number}: for lack of memory, or "
+            "because the main script, which workers import, has no "
+            '`if __name__ == "__main__":` guard. The elements before it are valid: '
+            f"continue with `start_step` increased by {number}, or resume from the "
+            "last checkpoint."
         ) from error
     finally:
         iterator.close()
@@ -119,8 +109,8 @@ def _init_worker(index: int, count: int) -> None:
 
 def _copy(element: Any) -> Any:
     """Copies the arrays of an element, because worker shared memory is limited."""
-    if isinstance(element, np.ndarray) and not isinstance(element, np.ma.MaskedArray):
-        return np.array(element)
+    if isinstance(element, np.ndarray):
+        return element.copy()
     if type(element) is dict:
         return {name: _copy(value) for name, value in element.items()}
     if isinstance(element, tuple) and hasattr(element, "_fields"):

@@ -244,8 +244,8 @@ def sequence_alternatives(
     # all of these to truncate.
     longest = limits.rounded(kept.max(axis=0)).tolist()
     last = dict(zip(names, longest, strict=True)) if limits.truncates else None
-    # These were applied already, and do not apply to packed rows.
-    limits = dataclasses.replace(limits, overlong="error", max_ratio=None)
+    # It was applied already.
+    limits = dataclasses.replace(limits, overlong="error")
 
     def search_within(limits: SequenceLimits) -> ShapeSearch:
         return ShapeSearch(

@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.ratio import MaxRatio, within_ratio
 from jaxbucket.plan.chunks import chunk_lengths
 
 
@@ -18,7 +16,6 @@ def kept_lengths(
     lengths: Any,
     max_seq_len: int | Mapping[str, int],
     overlong: Overlong | Mapping[str, Overlong],
-    max_ratio: MaxRatio | None = None,
 ) -> Any:
     """Returns the lengths after dropping, truncating or splitting overlong examples.
 
@@ -30,7 +27,6 @@ def kept_lengths(
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
       max_seq_len: T of the longest row.
       overlong: the policy, as in a `BucketPlan`.
-      max_ratio: the largest ratio of two sequences, as in a `BucketPlan`.
 
     Returns:
       `[n]`, or sequence name -> `[n]`.
@@ -40,18 +36,12 @@ def kept_lengths(
     """
     if overlong == "split" and not isinstance(max_seq_len, Mapping):
         return chunk_lengths(np.asarray(lengths), max_seq_len)
-    plan = BucketPlan.from_shapes(
-        [(1, max_seq_len)], overlong=overlong, max_ratio=max_ratio
-    )
+    plan = BucketPlan.from_shapes([(1, max_seq_len)], overlong=overlong)
     kept = plan.kept_lengths(lengths)
     if not len(kept):
-        names = plan.sequences
-        matrix = lengths_matrix(lengths, names) if names else lengths
-        if not within_ratio(matrix, names, max_ratio).any():
-            raise ValueError(f"`{max_ratio=}` leaves out every example. Raise it.")
         raise ValueError(
-            f"`overlong={overlong!r}` and `max_ratio={max_ratio!r}` leave out every "
-            f"example. Raise `max_seq_len={max_seq_len!r}`."
+            f"`overlong={overlong!r}` leaves out every example. Raise "
+            f"`max_seq_len={max_seq_len!r}`."
         )
     if not plan.sequences:
         return kept

@@ -10,7 +10,6 @@ from jaxbucket.base.checks import check_choice
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.ratio import MaxRatio, checked_ratio
 from jaxbucket.packing.alternatives import (
     RowOptions,
     length_alternatives,
@@ -44,7 +43,6 @@ def plan_packing(
     batch_size_multiple: int = 1,
     seq_len_multiple: int | Mapping[str, int] = 1,
     overlong: Overlong | Mapping[str, Overlong] = "error",
-    max_ratio: MaxRatio | None = None,
     sample: bool = False,
 ) -> PackedPlan:
     """Plans buckets for padded or packed rows, whichever makes an epoch cheaper.
@@ -113,8 +111,6 @@ def plan_packing(
         sequence.
       overlong: what happens to examples longer than `max_seq_len`, as for
         `plan_buckets`. The plan has this policy, and the report counts them.
-      max_ratio: the largest ratio between the lengths of two sequences, as for
-        `plan_buckets`.
       sample: whether `lengths` are a sample of more examples, as for `plan_buckets`.
 
     Returns:
@@ -145,12 +141,9 @@ def plan_packing(
         "sample": sample,
     }
     if isinstance(lengths, Mapping):
-        policies["max_ratio"] = max_ratio
         several = SequenceLimits(sequences=tuple(lengths), **limits, **policies)
         rows = sequence_alternatives(lengths, several, options)
     else:
-        if max_ratio is not None:
-            checked_ratio(max_ratio, sequences=())
         limits["cost_fn"] = cost_fn or TokenCost()
         rows = length_alternatives(lengths, Limits(**limits, **policies), options)
     chosen = rows.chosen(pack, options)

@@ -27,7 +27,6 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, check_parts, lengths_matrix
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.ratio import MaxRatio, checked_ratio
 from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.pattern import Pattern, positions
@@ -164,7 +163,6 @@ def pack(
     max_segments_per_row: int | None = None,
     padded_up_to: int = 0,
     overlong: Overlong | Mapping[str, Overlong] = "error",
-    max_ratio: MaxRatio | None = None,
 ) -> Packing:
     """Packs lengths into as few rows as possible.
 
@@ -205,8 +203,6 @@ def pack(
       padded_up_to: examples up to this length get rows of their own.
       overlong: what happens to examples that are longer than the longest row, as in
         `plan_buckets`. Plan with the same policy for `packing.row_lengths`.
-      max_ratio: the largest ratio between the lengths of two sequences, as in
-        `plan_buckets`. Plan with the same ratio.
 
     Returns:
       The `Packing` with fewer padded positions.
@@ -224,12 +220,10 @@ def pack(
     if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
         _check_both(lengths, max_seq_len, up_to)
         parts = check_parts(cast(Mapping, lengths))
-        if overlong != "error" or max_ratio is not None:
+        if overlong != "error":
             longest = check_shapes(max_seq_len)[-1]
-            parts = kept_lengths(parts, longest, overlong, max_ratio)
+            parts = kept_lengths(parts, longest, overlong)
         return _pack_sequences(parts, max_seq_len, max_segments_per_row)
-    if max_ratio is not None:
-        checked_ratio(max_ratio, sequences=())
     kept = check_lengths(cast(ArrayLike, lengths))
     seq_lens = check_seq_lens(cast(Any, max_seq_len))
     if overlong != "error":

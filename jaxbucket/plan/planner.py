@@ -13,7 +13,6 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.ratio import MaxRatio, checked_ratio
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
@@ -55,7 +54,6 @@ def plan_buckets(
     max_batch_size: int | None = None,
     boundaries: Boundaries | Sequence[Mapping[str, int]] = "optimal",
     overlong: Overlong | Mapping[str, Overlong] = "error",
-    max_ratio: MaxRatio | None = None,
     cost_fn: CostFn | SequenceCostFn | None = None,
     accumulate: int = 1,
     sample: bool = False,
@@ -123,9 +121,6 @@ def plan_buckets(
       overlong: what to do with examples longer than the last bucket: "error", "drop",
         "truncate", "truncate_left" to keep their last tokens, or "split" to plan for
         the chunks that `split_source` returns.
-      max_ratio: with several sequences, the largest ratio between the lengths of two
-        of them, or a mapping with that of some pairs, as in `{"source/target": 2.5}`.
-        Other examples are left out.
       cost_fn: `(batch_size, seq_len)` -> the cost of a step, by default its tokens:
         `TokenCost`, `TransformerCost`, `StepTime`, or your own function. The cost of an
         epoch is the sum over its steps.
@@ -155,15 +150,11 @@ def plan_buckets(
         "sample": sample,
     }
     if isinstance(lengths, Mapping):
-        sequences = SequenceLimits(
-            sequences=tuple(lengths), max_ratio=max_ratio, **options
-        )
+        sequences = SequenceLimits(sequences=tuple(lengths), **options)
         if num_buckets != "auto":
             return _plan_sequences(lengths, sequences, num_buckets, boundaries)
         limits = sequences
     else:
-        if max_ratio is not None:
-            checked_ratio(max_ratio, sequences=())
         limits = Limits(**options)
         if num_buckets != "auto":
             boundaries = cast(Boundaries, boundaries)

@@ -20,7 +20,6 @@ from jaxbucket.base.checks import (
     overlong_message,
 )
 from jaxbucket.base.policies import OVERLONG_SEVERAL, TRUNCATING, Overlong
-from jaxbucket.base.ratio import MaxRatio, checked_ratio, within_ratio
 from jaxbucket.base.sizes import (
     PerSequence,
     Sizes,
@@ -65,9 +64,6 @@ class SequenceLimits:
       max_batch_size: the largest number of rows in a batch; None for no limit.
       overlong: what happens to examples with a longer sequence: "error", "drop",
         "truncate" or "truncate_left"; or a mapping from sequence name to one of these.
-      max_ratio: the largest ratio between the lengths of two sequences of an example,
-        or a mapping with that of some pairs, as in `{"source/target": 2.5}`. Other
-        examples are left out. None for no limit.
       cost_fn: `(batch_size, seq_lens)` -> the cost of a step; None counts tokens.
       accumulate: the number of micro-batches per step, all of the same bucket.
       sample: whether the lengths are a sample of more examples, such as of a stream.
@@ -86,7 +82,6 @@ class SequenceLimits:
     min_batch_size: int = 1
     max_batch_size: int | None = None
     overlong: Overlong | Mapping[str, Overlong] = "error"
-    max_ratio: MaxRatio | None = None
     cost_fn: SequenceCostFn | None = None
     accumulate: int = 1
     sample: bool = False
@@ -110,8 +105,6 @@ class SequenceLimits:
             if not (is_default or callable(value)):
                 self._set(name, self._checked(name, value))
         self._check_overlong()
-        if self.max_ratio is not None:
-            self._set("max_ratio", checked_ratio(self.max_ratio, self.sequences))
         multiples, last = self.multiples, self._each(self.max_seq_len)
         for name, multiple in zip(self.sequences, multiples.tolist(), strict=True):
             if last is not None and last[name] % multiple:
@@ -199,11 +192,6 @@ class SequenceLimits:
           ValueError: if a sequence is too long and its policy is "error", or no
             example is left.
         """
-        lengths = lengths[within_ratio(lengths, self.sequences, self.max_ratio)]
-        if not len(lengths):
-            raise ValueError(
-                f"`max_ratio={self.max_ratio!r}` leaves out every example. Raise it."
-            )
         longest = np.minimum(self.max_seq_lens(lengths), MAX_LENGTH)
         policies = np.array(list((self._each(self.overlong) or {}).values()))
         is_over = lengths > longest
@@ -358,7 +346,6 @@ class SequenceLimits:
             batch_size_multiple=self.batch_size_multiple,
             seq_len_multiple=checked_size("seq_len_multiple", self.seq_len_multiple),
             overlong=self.overlong,
-            max_ratio=self.max_ratio,
         )
         if self.cost_fn is None:
             return plan

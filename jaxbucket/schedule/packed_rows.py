@@ -106,8 +106,7 @@ class PackedRows:
                 f"{self._packing.slot_lengths.sum()} tokens, which are not the "
                 f"{len(lengths)} examples of `lengths` that take part. The data, the "
                 "`subset` or the plan's `overlong` are not those of the packing: pack "
-                "the lengths of the subset, with `overlong` and `max_ratio` of the "
-                "plan."
+                "the lengths of the subset, with `overlong` of the plan."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:

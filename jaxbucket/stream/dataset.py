@@ -26,7 +26,7 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, copy_features
-from jaxbucket.data.lengths.source_pass import unnamed
+from jaxbucket.data.measure import unnamed
 from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.stream.examples import EpochDataset, ExampleStream, as_stream
 from jaxbucket.stream.iterator import StreamIterator

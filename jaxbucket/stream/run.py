@@ -278,11 +278,6 @@ def _make_phase(
             "`max_segments_per_row` is missing, and the plan is for packed rows. Pass "
             "the largest number of examples in a row, or `plan.unpacked` to have one."
         )
-    if plan.max_ratio is not None:
-        raise ValueError(
-            f"`plan` has `max_ratio={plan.max_ratio}`, which streams do not apply. "
-            "Leave examples out by `dataset.filter`, and plan without it."
-        )
     rows = _local_rows(plan, run)
     if lengths is None and not run.has_all_rows:
         raise ValueError(

@@ -91,7 +91,7 @@ OTHERS = {
     ),
     "contents": ({"source": longer}, "data fingerprint"),
     "pad_value": ({"pad_value": -1}, "schedule pad value 0 -> -1"),
-    "transform": ({"transform": add_one}, "schedule transform absent -> .*add_one"),
+    "transform": ({"transform": add_one}, "transform None -> .*add_one"),
     "micro-batches": (
         {"schedule": schedule_of(accumulate=2)},
         "accumulate absent -> 2",

@@ -144,7 +144,7 @@ def test_the_order_of_axes_is_part_of_keys_and_positions(tmp_path):
     b = jb.measure_lengths(images, sequences=swapped, **options)
     assert a["width"].tolist() == b["height"].tolist() == [2, 3, 4, 5]
     assert a["height"].tolist() == b["width"].tolist() == [9, 8, 7, 6]
-    assert len(list(tmp_path.glob("*.npy"))) == 4
+    assert len(list(tmp_path.glob("*.npy"))) == 2
     plan = jb.plan_buckets(a, max_tokens=60, num_buckets=1)
     schedule = jb.BatchSchedule(plan, a)
     position = jb.batch_dataset(images, schedule, sequences=sequences).position(0)
@@ -254,5 +254,5 @@ def test_images_are_not_split_or_in_token_files(tmp_path):
     plan = jb.plan_buckets(zipped.lengths, max_tokens=9)
     schedule = jb.BatchSchedule(plan, zipped.lengths)
     sequences = {"height": [], "width": ["height"]}
-    with pytest.raises(ValueError, match=r"lists \['height'\] for several sequences, "):
+    with pytest.raises(ValueError, match="`sequences="):
         jb.batch_dataset(zipped, schedule, sequences=sequences)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jaxbucket import BatchSchedule, batch_dataset, measure_lengths, plan_buckets
-from jaxbucket.data import concatenate, write_token_file
 from jaxbucket.data.source import contents
 
 RNG = np.random.default_rng(0)
@@ -64,18 +63,6 @@ def test_batches_from_a_map_dataset():
     assert_same(batches(dataset), batches(EXAMPLES))
 
 
-def test_batches_from_an_array_record_file(tmp_path):
-    writer = pytest.importorskip("array_record.python.array_record_module")
-    path = str(tmp_path / "examples.array_record")
-    file = writer.ArrayRecordWriter(path, "group_size:1")
-    for example in EXAMPLES:
-        file.write(to_bytes(example))
-    file.close()
-    source = grain.sources.ArrayRecordDataSource(path)
-    dataset = grain.MapDataset.source(source).map(from_bytes)
-    assert_same(batches(dataset), batches(EXAMPLES))
-
-
 class Rows:
     """Rows like those of a Hugging Face dataset: dicts of lists of Python values."""
 
@@ -109,29 +96,6 @@ def test_batches_from_a_hugging_face_dataset():
     arrays = batches(rows.with_format("numpy"))
     for a, b in zip(arrays, batches(EXAMPLES), strict=True):
         np.testing.assert_array_equal(a.features["tokens"], b.features["tokens"])
-
-
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        (
-            [{"x": np.array([70000], np.int32)}],
-            "'x' is int32.*, but uint16.* in the first example",
-        ),
-        ([{"x": np.zeros((1, 3), np.uint16)}], r"'x' is uint16\[1, 3\]"),
-        (
-            [{"x": np.ones(1, np.uint16), "v": np.array(1)}],
-            r"has features \['v', 'x'\]",
-        ),
-    ],
-)
-def test_token_files_with_different_features_cannot_be_concatenated(
-    tmp_path, others, message
-):
-    first = write_token_file(tmp_path / "a", [{"x": np.array([1, 2], np.uint16)}])
-    second = write_token_file(tmp_path / "b", others, sequences=["x"])
-    with pytest.raises(ValueError, match=r"`sources\[1\]` differs from .*" + message):
-        concatenate([first, second])
 
 
 class Broken(list):

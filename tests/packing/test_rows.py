@@ -1040,41 +1040,6 @@ def test_a_split_source_can_be_packed():
     assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
 
 
-@pytest.mark.parametrize("seed", seeds(6, 20))
-def test_concat_then_split_fills_every_row(seed):
-    rng = np.random.default_rng(seed)
-    size, seq_len = int(rng.choice([1, 3, 50, 2000])), int(rng.choice([1, 7, 64]))
-    lengths = rng.integers(1, 3 * seq_len, size, endpoint=True)
-    source = make_examples(lengths, seed)
-    parts = jb.data.concat_then_split(
-        source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
-    )
-    packing = parts.packing
-    assert packing.num_rows == -(-lengths.sum() // seq_len)
-    assert (packing.row_lengths[:-1] == seq_len).all()
-    assert packing.num_examples == len(parts) <= size + packing.num_rows - 1
-    # The parts of every example have each of its tokens once, in order.
-    parts_by_example = {}
-    for part in range(len(parts)):
-        example = parts[part]
-        parts_by_example.setdefault(int(example["index"]), []).append(part)
-    for index, example_parts in parts_by_example.items():
-        example_parts.sort(key=lambda part: parts._begins[part])
-        tokens = np.concatenate([parts[part]["tokens"] for part in example_parts])
-        np.testing.assert_array_equal(tokens, source[index]["tokens"])
-    assert sorted(parts_by_example) == list(range(size))
-    # The same seed gives the same parts.
-    again = jb.data.concat_then_split(
-        source, seq_len, lengths=lengths, seed=seed, sequences=SEQUENCES
-    )
-    assert parts.fingerprint == again.fingerprint
-    if size == 2000:
-        other = jb.data.concat_then_split(
-            source, seq_len, lengths=lengths, seed=seed + 1, sequences=SEQUENCES
-        )
-        assert other.fingerprint != parts.fingerprint
-
-
 def test_batches_of_concat_then_split_have_every_token():
     lengths = np.random.default_rng(0).integers(1, 90, 80)
     source = make_examples(lengths)
@@ -1086,36 +1051,6 @@ def test_batches_of_concat_then_split_have_every_token():
     batches = load_batches(parts, schedule)
     assert sum(int(batch.num_tokens) for batch in batches) == lengths.sum()
     assert schedule.report().padding_in_rows < 64 / lengths.sum()
-    with pytest.raises(
-        ValueError, match="`lengths` has 3 entries, but `source` has 80"
-    ):
-        jb.data.concat_then_split(source, 64, lengths=[1, 2, 3])
-    with pytest.raises(IndexError, match="must be from 0"):
-        parts[len(parts)]
-    with pytest.raises(ValueError, match=r"`source\[0\]`, before it was split, has"):
-        wrong = lengths + 1
-        changed = jb.data.concat_then_split(
-            source, 64, lengths=wrong, sequences=SEQUENCES
-        )
-        changed[int(np.flatnonzero(changed._examples == 0)[0])]
-
-
-def test_concat_then_split_reads_only_the_parts_from_a_token_file(
-    tmp_path, monkeypatch
-):
-    lengths = np.random.default_rng(0).integers(1, 90, 40)
-    source = make_examples(lengths)
-    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
-    want = jb.data.concat_then_split(source, 16, lengths=lengths, sequences=SEQUENCES)
-    parts = jb.data.concat_then_split(file, 16, lengths=lengths)
-    monkeypatch.setattr(
-        jb.data.TokenFile, "__getitem__", lambda *_: pytest.fail("read")
-    )
-    for part in range(len(want)):
-        for name, value in want[part].items():
-            np.testing.assert_array_equal(parts[part][name], value)
-    with pytest.raises(ValueError, match=r"`source\[0\]` has length .*, but `lengths"):
-        jb.data.concat_then_split(file, 16, lengths=lengths + 1)
 
 
 def test_row_segments_agrees_with_a_loop():
@@ -1161,7 +1096,7 @@ def test_invalid_packed_rows_of_a_token_file_are_refused(tmp_path):
         file.collate(np.array([[0, 1]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
         file.collate(np.array([[0, 1]]), Bucket(1, 8), truncate=True)
-    with pytest.raises(ValueError, match="has 3 dimensions"):
+    with pytest.raises(ValueError, match="`rows`"):
         file.collate(np.array([[[0]]]), Bucket(1, 8))
     batch = file.collate(np.array([[1, 2]]), Bucket(1, 8))
     with pytest.raises(ValueError, match="`max_segments=None`, but a row has 2 exam"):

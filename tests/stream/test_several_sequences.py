@@ -476,9 +476,3 @@ def test_a_state_with_other_sequences_is_refused():
     next(saved)
     with pytest.raises(ValueError, match="sequences .* -> "):
         iter(batches_of(stream(lengths), **options)).set_state(saved.get_state())
-
-
-def test_a_plan_with_a_ratio_is_refused():
-    plan = jb.BucketPlan.from_shapes([(2, PAIR)], max_ratio=2)
-    with pytest.raises(ValueError, match="`max_ratio="):
-        jb.stream_batches(stream(np.array([[3, 4]])), plan, pool_size=8)

@@ -16,7 +16,6 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.ratio import within_ratio
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import (
@@ -32,8 +31,7 @@ from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_
 _MUCH_LESS, _MUCH = 2, 0.1
 # The fields about examples that are left out or changed; `_changes` returns the first.
 _CHANGES = (
-    *("dropped_examples", "filtered_examples"),
-    *("truncated_examples", "truncated_tokens"),
+    *("dropped_examples", "truncated_examples", "truncated_tokens"),
     *("split_examples", "chunks"),
 )
 
@@ -163,13 +161,9 @@ def _changes(
     plan: BucketPlan, lengths: np.ndarray, index: np.ndarray
 ) -> dict[str, Any]:
     """Returns the numbers of examples that are left out or truncated."""
-    is_within = within_ratio(lengths, plan.sequences, plan.max_ratio)
     totals, used = total_lengths(lengths), total_lengths(plan.truncated(lengths))
     lost = (totals - used)[(index >= 0) & (used < totals)]
-    numbers = (
-        *(np.count_nonzero((index < 0) & is_within), np.count_nonzero(~is_within)),
-        *(len(lost), lost.sum()),
-    )
+    numbers = (*(np.count_nonzero(index < 0), len(lost), lost.sum()),)
     return dict(zip(_CHANGES, map(int, numbers), strict=False))
 
 

@@ -60,7 +60,6 @@ class Report:
       left_over_examples: examples left out of an epoch because they do not fill a
         batch.
       dropped_examples: examples left out because they are too long.
-      filtered_examples: examples left out because of the plan's `max_ratio`.
       unselected_examples: examples that are not in the `subset` of the schedule.
       truncated_examples: examples truncated because they are too long.
       truncated_tokens: positions removed from the truncated examples.
@@ -100,7 +99,6 @@ class Report:
     truncated_tokens: int
     epoch_cost: float
     cost_unit: str
-    filtered_examples: int = 0
     unselected_examples: int = 0
     split_examples: int = 0
     chunks: int = 0
@@ -232,11 +230,6 @@ class Report:
         if self.dropped_examples:
             lines.append(
                 f"{self.dropped_examples:,} examples are too long and are dropped."
-            )
-        if self.filtered_examples:
-            lines.append(
-                f"{self.filtered_examples:,} examples exceed `max_ratio` and are left "
-                "out."
             )
         if self.unselected_examples:
             lines.append(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -15,50 +15,26 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import split_line
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.derived_source import DerivedSource
-from jaxbucket.data.example import (
-    Example,
-    Sequences,
-    as_arrays,
-    copy_features,
-)
+from jaxbucket.data.example import Example, Sequences, as_arrays, copy_features
 from jaxbucket.data.sequence_axes import axis_labels, example_lengths
 from jaxbucket.data.source import (
-    RowSource,
     Source,
-    SpanSource,
     check_measured,
-    check_sequences,
     contents,
-    gathers,
     raise_length_changed,
     read_example,
 )
+from jaxbucket.data.spans import SpanSource
+from jaxbucket.data.token_source import TokenSource
 from jaxbucket.data.transform import (
     Transform,
     apply_transform,
     check_transform,
     transform_name,
 )
-from jaxbucket.data.zipped_source import ZippedSource
+from jaxbucket.data.views import ZippedSource
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
-
-
-def padded_features(
-    source: Source, schedule: Schedule, sequences: Sequences
-) -> Sequences:
-    """Returns the features to pad, by default those that the source declares."""
-    if sequences is None and isinstance(source, ZippedSource):
-        return source.features
-    if (
-        sequences is None
-        and not schedule.sequences
-        and isinstance(source, RowSource | DerivedSource)
-    ):
-        # These also apply if its examples are read one at a time.
-        return source.sequences
-    return sequences
 
 
 class FeatureTemplate(NamedTuple):
@@ -79,36 +55,6 @@ class FeatureTemplate(NamedTuple):
     component: str = ""
 
 
-def make_reader(
-    source: Source,
-    schedule: Schedule,
-    shard: RowShard,
-    sequences: Sequences,
-    pad_value: PadValue,
-    transform: Transform | None,
-) -> BatchReader:
-    """Returns the reader of a source, after checking its options.
-
-    Raises:
-      ValueError: if the source is not random-access, or an option is invalid.
-    """
-    for method in ("__len__", "__getitem__"):
-        if not hasattr(source, method):
-            raise ValueError(
-                f"`source` is a {type(source).__name__}, which has no `{method}`. Pass "
-                "a random-access source, such as a list, or use `stream_batches` for "
-                "a stream of examples."
-            )
-    return BatchReader(
-        source,
-        schedule,
-        shard,
-        padded_features(source, schedule, sequences),
-        check_pad_value(pad_value),
-        check_transform(transform),
-    )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchReader:
     """Reads the batches of a schedule from a source.
@@ -117,13 +63,15 @@ class BatchReader:
       source: random-access source of examples.
       schedule: determines which examples fill which bucket at each step.
       shard: the rows to read of each batch.
-      sequences: names of the features that are padded.
+      sequences: names of the features that are padded; by default those that the source
+        declares.
       pad_value: value that fills padded positions.
       transform: function applied to each example, or None.
 
     Raises:
-      ValueError: if the numbers of examples and lengths differ, if the source declares
-        different lengths or sequences, or if the shard does not divide a bucket.
+      ValueError: if the source is not random-access, if the numbers of examples and
+        lengths differ, if the source declares different lengths or sequences, or if
+        the shard does not divide a bucket.
     """
 
     source: Source
@@ -132,49 +80,58 @@ class BatchReader:
     sequences: Sequences
     pad_value: PadValue
     transform: Transform | None = None
-    _row_source: RowSource | None = dataclasses.field(default=None, init=False)
-    _zipped: ZippedSource | None = dataclasses.field(default=None, init=False)
+    _gathers: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
-        if len(self.source) != len(self.schedule.lengths):
-            raise ValueError(_size_mismatch_message(self.source, self.schedule))
+        source = self.source
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(source, method):
+                raise ValueError(
+                    f"`source` is a {type(source).__name__}, which has no `{method}`. "
+                    "Pass a random-access source, such as a list, or use "
+                    "`stream_batches` for a stream of examples."
+                )
+        if len(source) != len(self.schedule.lengths):
+            raise ValueError(_size_mismatch_message(source, self.schedule))
         for bucket in self.schedule.buckets:
             self.shard.part_size(bucket.batch_size)
-        # A row source gathers whole rows only if each example has one length and is not
-        # transformed.
-        if (
-            isinstance(self.source, RowSource)
-            and not self.schedule.sequences
-            and not isinstance(self.sequences, Mapping)
-            and self.transform is None
-        ):
-            check_sequences(self.source, self.sequences)
-            check_measured(self.source.lengths, self.schedule.lengths)
-            packed = self.schedule.max_segments is not None
-            left = bool(self.schedule.truncates_left)
-            if gathers(self.source, packed, left):
-                object.__setattr__(self, "_row_source", self.source)
-        if isinstance(self.source, ZippedSource):
-            self._set_zipped(self.source)
-
-    def _set_zipped(self, source: ZippedSource) -> None:
-        """Lets the source gather whole batches, if it can."""
-        parts = self.schedule.parts
-        if parts is None or list(parts) != list(source.lengths):
-            raise ValueError(
-                f"`source` has the sequences {list(source.lengths)}, but the plan has "
-                f"{list(parts or ())}. Plan with `source.lengths`."
-            )
-        for name, lengths in source.lengths.items():
-            check_measured(lengths, parts[name])
-        packed = self.schedule.max_segments is not None
-        left = cast(list[str], self.schedule.truncates_left)
-        # A transform may add features, and needs the examples one at a time.
-        if self.transform is not None:
+        check_transform(self.transform)
+        self._set("pad_value", check_pad_value(self.pad_value))
+        if isinstance(source, ZippedSource):
+            declared, measured = source.lengths, self.schedule.parts or {}
+            features = source.features
+        elif isinstance(source, TokenSource | SpanSource) and self.schedule.parts:
             return
-        source.check_features(self.sequences)
-        if source.gathers(packed, left):
-            object.__setattr__(self, "_zipped", source)
+        elif isinstance(source, TokenSource | SpanSource):
+            declared, measured = {"": source.lengths}, {"": self.schedule.lengths}
+            features = source.sequences
+        else:
+            return
+        self._check_declared(declared, measured)
+        sequences = features if self.sequences is None else self.sequences
+        self._set("sequences", sequences)
+        can_gather = not isinstance(source, SpanSource) and self.transform is None
+        if can_gather and axis_labels(sequences) != axis_labels(features):
+            raise ValueError(
+                f"`sequences={sequences}`, but the source has {features}. Remove "
+                "`sequences`, or write the files with these sequences."
+            )
+        self._set("_gathers", can_gather)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_declared(
+        self, declared: Mapping[str, Any], measured: Mapping[str, Any]
+    ) -> None:
+        """Raises a ValueError if the source declares lengths other than the plan's."""
+        if set(declared) != set(measured):
+            raise ValueError(
+                f"`source` has the sequences {list(declared)}, but the plan has "
+                f"{list(measured)}. Plan with `source.lengths`."
+            )
+        for name, lengths in declared.items():
+            check_measured(lengths, measured[name])
 
     @functools.cached_property
     def contents(self) -> str:
@@ -191,13 +148,11 @@ class BatchReader:
 
     def describe(self) -> dict[str, Any]:
         """Returns the options, as plain Python for JSON."""
-        options = {
+        return {
             "sequences": axis_labels(self.sequences),
             "pad_value": self.pad_value,
+            "transform": self.transform and transform_name(self.transform),
         }
-        if self.transform is not None:
-            options["transform"] = transform_name(self.transform)
-        return options
 
     def read(self, step: int) -> Batch | tuple[Batch, ...]:
         """Returns the numpy batch of a step, or a tuple of its micro-batches."""
@@ -220,23 +175,13 @@ class BatchReader:
         local = self.shard.rows(indices.bucket.batch_size)
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
-        packed = self.schedule.max_segments is not None
-        truncate = self.schedule.truncates
-        truncate_left = self.schedule.truncates_left
-        if self._zipped is not None:
-            return self._zipped.collate_sequences(
-                rows,
-                bucket,
-                pad_value=self.pad_value,
-                truncate=cast(list[str], truncate),
-                truncate_left=cast(list[str], truncate_left),
-            )
-        if self._row_source is not None:
-            if truncate_left:
-                return self._ends(rows, bucket)
-            return self._row_source.collate(
-                rows, bucket, pad_value=self.pad_value, truncate=bool(truncate)
-            )
+        policies = {
+            "truncate": self.schedule.truncates,
+            "truncate_left": self.schedule.truncates_left,
+        }
+        if self._gathers:
+            source = cast(Any, self.source)
+            return source.collate(rows, bucket, pad_value=self.pad_value, **policies)
         # Places in the global batch, so that random numbers do not depend on the shard.
         places = np.arange(indices.rows.size).reshape(indices.rows.shape)[local]
         examples = [
@@ -248,30 +193,27 @@ class BatchReader:
             bucket=bucket,
             like=self.like,
             sequences=self.sequences,
-            truncate=truncate,
-            truncate_left=truncate_left,
+            **policies,
         )
+        options = {
+            "pad_value": self.pad_value,
+            "max_segments": self.schedule.max_segments,
+        }
         try:
-            return collate(
-                examples,
-                pad_value=self.pad_value,
-                max_segments=self.schedule.max_segments,
-            )
+            return collate(examples, **options)
         except ValueError:
-            if packed:
-                rows = rows[rows != EMPTY_ROW]
-                examples = [example for row in examples for example in row]
-            _check_each(collate, rows, examples, step)
+            filled = rows[rows != EMPTY_ROW].tolist()
+            flat = [x for row in examples for x in (row if rows.ndim == 2 else [row])]
+            given = [x for x in flat if x is not None]
+            for index, example in zip(filled, given, strict=True):
+                try:
+                    collate([example])
+                except ValueError as error:
+                    raise ValueError(
+                        f"`source[{index}]`, for step {step}: {error}"
+                    ) from None
             # No single example is at fault, so it is the `pad_value` that does not fit.
             raise
-
-    def _ends(self, rows: np.ndarray, bucket: Bucket) -> Batch:
-        """Returns the batch of at most the last T tokens of each example."""
-        lengths = self.schedule.lengths[rows]
-        kept = np.minimum(lengths, bucket.tokens_per_row)
-        return cast(SpanSource, self._row_source).collate_spans(
-            rows, lengths - kept, kept, bucket, pad_value=self.pad_value
-        )
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
         """Returns the example of a row, the list of a packed row, or None if empty."""
@@ -301,7 +243,10 @@ class BatchReader:
         for name, length in lengths.items():
             measured = self.schedule.lengths if parts is None else parts[name]
             if length != measured[index]:
-                self._reject_length(index, name, length, int(measured[index]), step)
+                which = "" if parts is None else f", sequence {name!r},"
+                if self.transform is not None:
+                    which += " after `transform`, which must keep the length,"
+                raise_length_changed(index, length, int(measured[index]), which)
         return example
 
     def _transformed(
@@ -318,29 +263,7 @@ class BatchReader:
             ) from error.__cause__
 
     def _lengths(self, example: Example) -> dict[str, int]:
-        names = self.schedule.sequences
-        return example_lengths(example, self.sequences, names)
-
-    def _reject_length(
-        self, index: int, name: str, length: int, measured: int, step: int
-    ) -> NoReturn:
-        which = f", sequence {name!r}," if self.schedule.sequences else ""
-        if self.transform is None:
-            raise_length_changed(index, length, measured, which)
-        try:
-            before = self._lengths(self.source[index])[name]
-        except Exception:
-            # The untransformed example may have different features.
-            before = measured
-        if before != measured:
-            which = f"{which.removesuffix(',')}, before `transform`,"
-            raise_length_changed(index, before, measured, which)
-        raise ValueError(
-            f"`transform` changed the length of `source[{index}]`, for step {step}, "
-            f"from {measured} to {length}, but its batch was planned for {measured}. "
-            "Keep the length, or use `stream_batches(..., transform=)`, which batches "
-            "transformed examples by their new lengths."
-        )
+        return example_lengths(example, self.sequences, self.schedule.sequences)
 
     @functools.cached_property
     def like(self) -> Example:
@@ -364,20 +287,6 @@ class BatchReader:
             raise ValueError(f"`source[0]`{purpose[:-1]}: {error}") from None
         collate(like=example, pad_value=self.pad_value)
         return example
-
-
-def _check_each(
-    collate: Callable[..., Batch],
-    indices: np.ndarray,
-    examples: Sequence[Example | None],
-    step: int,
-) -> None:
-    """Raises a ValueError that names the first example that cannot be collated."""
-    for index, example in zip(indices, examples, strict=True):
-        try:
-            collate([example])
-        except ValueError as error:
-            raise ValueError(f"`source[{index}]`, for step {step}: {error}") from None
 
 
 def _size_mismatch_message(source: Source, schedule: Schedule) -> str:

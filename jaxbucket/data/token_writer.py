@@ -22,7 +22,7 @@ from jaxbucket.data.example import (
 )
 from jaxbucket.data.sequence_axes import sequence_axes
 from jaxbucket.data.token_file import TokenFile
-from jaxbucket.data.token_index import OFFSETS, array_path, is_array_name, write_index
+from jaxbucket.data.token_index import OFFSETS, array_path, write_index
 
 
 def write_token_file(
@@ -121,7 +121,7 @@ class _Column:
         shape: tuple[int, ...],
     ):
         path = array_path(folder, name)
-        if not is_array_name(name) or path.exists():
+        if path.parent != folder or path.exists():
             raise ValueError(
                 f"Feature {name!r} cannot be stored as a file of this name. Rename it, "
                 "using letters, digits, '_' and '-'."

@@ -1,0 +1,192 @@
+"""Output of the commands: tables, JSON, plots, and files that are written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import secrets
+import sys
+from collections.abc import Iterator
+from typing import IO, Any
+
+import click
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.plan.reports.epoch import Report
+
+# Outside of a terminal, text is wrapped at this width.
+_PAGE = 100
+
+
+def show(
+    as_json: bool, numbers: dict[str, Any], *tables: Any, sentence: str = ""
+) -> None:
+    """Prints numbers as JSON, or as tables.
+
+    A table is never made narrower than its numbers, even if the terminal is.
+
+    Args:
+      as_json: whether to print JSON.
+      numbers: the values to print as JSON.
+      tables: the `rich` tables to print otherwise.
+      sentence: text below the tables.
+    """
+    if as_json:
+        click.echo(json.dumps(numbers, indent=2))
+        return
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    # Not `Console.is_terminal`, which is also true under FORCE_COLOR.
+    width = Console().width if sys.stdout.isatty() else _PAGE
+    wide = Console(width=1000)
+    for number, table in enumerate(tables):
+        if number:
+            click.echo()
+        needed = Measurement.get(wide, wide.options, table).maximum
+        Console(highlight=False, width=max(width, needed)).print(table)
+    if sentence:
+        click.echo()
+        Console(highlight=False, width=width).print(Text(sentence))
+
+
+def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
+    """Returns every number of a plan and its epoch."""
+    return {
+        "plan": json.loads(plan.to_json()),
+        "report": epoch.to_dict(),
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> None:
+    """Draws a plan twice: as a histogram of its tokens, and example by example.
+
+    The shapes of two sequences are drawn over their examples, and the padding of more
+    sequences as bars.
+
+    Args:
+      figure: the figure to draw on.
+      plan: the shapes.
+      lengths: `[N]` integers, one per row; or sequence name -> `[N]` integers.
+      epoch: the report of the plan.
+    """
+    from jaxbucket.plan.reports import plots, sequence_plots
+
+    if len(plan.sequences) == 2:
+        sequence_plots.plot_shapes(plan, lengths, figure.subplots(), epoch=epoch)
+    elif plan.sequences:
+        sequence_plots.plot_sequence_padding(epoch, figure.subplots())
+    else:
+        above, below = figure.subplots(2, 1)
+        plots.plot_lengths(plan, lengths, above, epoch=epoch)
+        plots.plot_plan(plan, lengths, below, epoch=epoch).set_title("")
+
+
+def check_outputs(
+    inputs: list[pathlib.Path],
+    *,
+    output: pathlib.Path | None = None,
+    plot: pathlib.Path | None = None,
+) -> None:
+    """Raises a ValueError if an output cannot be written, or conflicts with a file.
+
+    An output must not overwrite an input or another output. This is checked before a
+    command does anything, which may take hours.
+
+    Args:
+      inputs: files that the command reads.
+      output: the value of `--output`.
+      plot: the value of `--plot`.
+    """
+    taken = {_resolved(path) for path in inputs}
+    for name, path in (("output", output), ("plot", plot)):
+        if path is None:
+            continue
+        if _resolved(path) in taken:
+            raise ValueError(
+                f"`{name}={path}` would overwrite a file that this command reads or "
+                "writes. Choose a different file."
+            )
+        taken.add(_resolved(path))
+        folder = _resolved(path).parent
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueError(
+                f"`{name}={path}` cannot be written. Create {folder}, or choose a "
+                "different file."
+            )
+
+
+def _resolved(path: pathlib.Path) -> pathlib.Path:
+    # `Path.resolve` raises a RuntimeError on a symlink loop.
+    return pathlib.Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Yields a file to write, which replaces the one at `path` once it is complete.
+
+    Args:
+      name: the option, for the error message.
+      path: the file.
+
+    Raises:
+      ValueError: if the file cannot be written.
+    """
+    path = _resolved(path)
+    # A pipe or a device cannot be replaced by a file.
+    in_place = path.exists() and not path.is_file()
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with path.open("wb") if in_place else partial.open("xb") as file:
+            yield file
+            file.flush()
+            if not in_place:
+                os.fsync(file.fileno())
+        if not in_place:
+            partial.replace(path)
+    except OSError as error:
+        raise ValueError(f"`{name}={path}` cannot be written: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def new_figure(
+    path: pathlib.Path | None, width: float, height: float
+) -> Iterator[Any | None]:
+    """Yields a matplotlib figure and writes it afterwards; yields None without a path.
+
+    Args:
+      path: the file of the plot, whose suffix defines the format.
+      width: the width of the figure, in inches.
+      height: the height of the figure, in inches.
+
+    Raises:
+      ValueError: before anything is drawn, if matplotlib is missing or does not write
+        this format; afterwards, if the plot cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(
+            "`plot` needs matplotlib: pip install 'jaxbucket[plots]'."
+        ) from None
+    # pyplot would keep a reference to the figure and look for a display.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    # pgf needs TeX, which is rarely installed.
+    kinds = figure.canvas.get_supported_filetypes().keys() - {"pgf"}
+    kind = path.suffix[1:].lower()
+    if kind not in kinds:
+        raise ValueError(
+            f"`plot={path}` has an unknown suffix. Use one of {sorted(kinds)}."
+        )
+    yield figure
+    with atomic_write("plot", path) as file:
+        figure.savefig(file, format=kind, dpi=120)

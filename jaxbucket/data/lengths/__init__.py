@@ -1,1 +1,0 @@
-"""Measures lengths of examples in a source or reads them from files."""

@@ -1,0 +1,353 @@
+"""Measures the length or the difficulty of every example of a source."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack, cast, overload
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jaxbucket.base.process_group import ProcessGroup, SingleProcess
+from jaxbucket.base.sizes import check_sequence_names
+from jaxbucket.data.example import Sequences, example_length
+from jaxbucket.data.measure_pass import (
+    Measurement,
+    PassOptions,
+    cache_label,
+    share_of,
+)
+from jaxbucket.data.sequence_axes import (
+    axis_labels,
+    check_not_nested,
+    length_functions,
+)
+from jaxbucket.data.source import Source
+from jaxbucket.data.spans import check_sequences
+from jaxbucket.data.token_source import TokenSource
+
+_DTYPES = ("float32", "float64", "int32", "int64")
+
+
+class MeasureOptions(TypedDict, total=False):
+    """The options of `measure_lengths` and `measure_difficulty`."""
+
+    num_workers: int
+    cache: str | os.PathLike[str] | None
+    cache_key: str | None
+    processes: ProcessGroup | None
+    progress: bool
+
+
+@overload
+def measure_lengths(
+    source: Source,
+    *,
+    sequences: Mapping[str, Sequence[str]],
+    length_fn: Mapping[str, Callable[[Any], int]] | None = None,
+    **options: Unpack[MeasureOptions],
+) -> dict[str, np.ndarray]: ...
+@overload
+def measure_lengths(
+    source: Source,
+    *,
+    length_fn: Mapping[str, Callable[[Any], int]],
+    **options: Unpack[MeasureOptions],
+) -> dict[str, np.ndarray]: ...
+@overload
+def measure_lengths(
+    source: Source,
+    *,
+    length_fn: Callable[[Any], int] | None = None,
+    sequences: Sequence[str] | None = None,
+    **options: Unpack[MeasureOptions],
+) -> np.ndarray: ...
+
+
+def measure_lengths(
+    source: Source,
+    *,
+    length_fn: Callable[[Any], int] | Mapping[str, Callable[[Any], int]] | None = None,
+    sequences: Sequences = None,
+    num_workers: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    cache_key: str | None = None,
+    processes: ProcessGroup | None = None,
+    progress: bool = True,
+) -> np.ndarray | dict[str, np.ndarray]:
+    """Returns the length of every example, in one pass over the source.
+
+    With `cache` the lengths are measured once and stored in that folder. A pass that
+    was killed measures only the shares of the source that are missing.
+
+    Example:
+      >>> measure_lengths([{"tokens": [1, 2, 3]}, {"tokens": [4]}], progress=False)
+      array([3, 1], dtype=int32)
+
+    Example: several lengths per example, still in one pass.
+      >>> pairs = [{"source": [5, 6], "target": [7]}, {"source": [8], "target": [9]}]
+      >>> sequences = {"source": ["source"], "target": ["target"]}
+      >>> measure_lengths(pairs, sequences=sequences, progress=False)["source"]
+      array([2, 1], dtype=int32)
+
+    Args:
+      source: random-access source of examples.
+      length_fn: function from an example to its length. By default the common length of
+        the features in `sequences`. With several sequences: a mapping from the name of
+        a sequence to the function that measures it.
+      sequences: names of the features that will be padded. By default all features with
+        a leading axis. With several sequences: a mapping from each to the features that
+        share its length, as in `MeshLoader`. A feature in several of them has an axis
+        for each, in the order of the mapping.
+      num_workers: number of worker processes; 0 measures in this process. The source
+        and the function are pickled and sent to each worker.
+      cache: folder in which lengths are stored. They are reused if `sequences`,
+        `cache_key`, the number of examples, a fixed sample of the examples and the
+        source's `fingerprint` attribute (if it has one) are unchanged.
+      cache_key: name of `length_fn` in the cache. Required if both are given. Change it
+        whenever a function changes, or when examples change but neither the sample nor
+        the fingerprint shows it.
+      processes: all participating processes, from `jb.Processes`. Each measures a share
+        of the source, and `cache` must be a folder that all of them can access. By
+        default only this process measures.
+      progress: whether to show a progress bar on a terminal.
+
+    Returns:
+      `[N]` int32; with several sequences, a dict from the name of each to its `[N]`,
+      sorted by name, as `plan_buckets` takes it.
+
+    Raises:
+      ValueError: if the source is empty, if an example has no positive length, if a
+        feature is nested, if `length_fn` has names that `sequences` lacks, if a feature
+        lacks an axis, if `cache_key` is missing, or if processes measure different
+        sources or do not share `cache`.
+      RuntimeError: if a worker process dies.
+    """
+    is_single = not isinstance(sequences, Mapping)
+    if length_fn is None and is_single and isinstance(source, TokenSource):
+        check_sequences(source, cast(Sequence[str] | None, sequences))
+        return source.lengths
+    size = _num_examples(source)
+    functions = _length_functions(length_fn, sequences)
+    int32 = dict.fromkeys(functions, np.dtype(np.int32))
+    measure = Measurement(source, functions, int32, 1, "length_fn")
+    label = cache_label(cache, cache_key, None if length_fn is None else "length_fn")
+    group = processes or SingleProcess()
+    if group.count > 1 and cache is None:
+        raise ValueError(
+            "`cache` is missing: the processes exchange lengths through files. Pass a "
+            "folder that all of them can access."
+        )
+    label = f"{axis_labels(sequences)} {label}"
+    run = _options(measure, label, num_workers, progress, cache, group, "Lengths")
+    if group.count > 1:
+        run.run(measure, *share_of(size, group))
+        group.gather("measuring lengths", "")
+        run.check_complete(measure)
+    lengths = measure.by_name(run.run(measure, 0, size))
+    if length_fn is None:
+        check_not_nested(source, sequences, lengths)
+    return unnamed(lengths)
+
+
+@overload
+def measure_difficulty(
+    source: Source,
+    difficulty_fn: Callable[[Any], float],
+    *,
+    dtype: DTypeLike = ...,
+    **options: Unpack[MeasureOptions],
+) -> np.ndarray: ...
+@overload
+def measure_difficulty(
+    source: Source,
+    difficulty_fn: Mapping[str, Callable[[Any], float]],
+    *,
+    dtype: DTypeLike | Mapping[str, DTypeLike] = ...,
+    **options: Unpack[MeasureOptions],
+) -> dict[str, np.ndarray]: ...
+
+
+def measure_difficulty(
+    source: Source,
+    difficulty_fn: Callable[[Any], float] | Mapping[str, Callable[[Any], float]],
+    *,
+    dtype: DTypeLike | Mapping[str, DTypeLike] = np.float32,
+    num_workers: int = 0,
+    cache: str | os.PathLike[str] | None = None,
+    cache_key: str | None = None,
+    processes: ProcessGroup | None = None,
+    progress: bool = True,
+) -> np.ndarray | dict[str, np.ndarray]:
+    """Returns the difficulty of each example in this process's share.
+
+    With several processes, each one measures a contiguous share of the source, in the
+    order of their indices. This is the layout that `write_difficulty_index` expects.
+
+    Example:
+      >>> words = [{"text": "a b"}, {"text": "a b a"}]
+      >>> measure_difficulty(words, lambda x: len(x["text"].split()), progress=False)
+      array([2., 3.], dtype=float32)
+
+    Example: several metrics in one pass.
+      >>> metrics = {"length": len, "letters": lambda x: len(set(x))}
+      >>> scores = measure_difficulty(["aba", "ab"], metrics, progress=False)
+      >>> scores["length"], scores["letters"]
+      (array([3., 2.], dtype=float32), array([2., 2.], dtype=float32))
+
+    Example: the rarity of tokens, `-log` of their share of all tokens, needs a sum over
+    the source first.
+      >>> source = [{"tokens": [5, 5, 5]}, {"tokens": [5, 2]}]
+      >>> counts = sum(np.bincount(x["tokens"], minlength=10) for x in source)
+      >>> surprise = np.log(counts.sum()) - np.log(np.maximum(counts, 1))
+      >>> measure_difficulty(
+      ...     source, lambda x: surprise[x["tokens"]].sum(), progress=False
+      ... ).round(2)
+      array([0.67, 1.83], dtype=float32)
+
+    Args:
+      source: random-access source of examples.
+      difficulty_fn: function from an example to a finite number; or a mapping from the
+        name of each metric to such a function.
+      dtype: dtype of the values: float32, float64, int32 or int64. float32 is exact for
+        integers up to 2**24. With several metrics, one dtype for all, or a mapping from
+        the names of some to their dtypes.
+      num_workers: number of worker processes; 0 measures in this process. The source
+        and the functions are pickled and sent to each worker.
+      cache: folder in which measured values are stored. Processes may use the same
+        folder or folders of their own. Later runs read these files, and a run that was
+        killed measures only the shares that are missing.
+      cache_key: name of `difficulty_fn` in the cache. Required with `cache`. Change it
+        whenever a function, or a model that it calls, changes.
+      processes: all participating processes, from `jb.Processes`. By default only this
+        process measures.
+      progress: whether to show a progress bar on a terminal.
+
+    Returns:
+      `[n]` of `dtype`; with several metrics, a dict from the name of each to its `[n]`,
+      sorted by name.
+
+    Raises:
+      ValueError: if the source is empty, if an example has no finite difficulty or
+        none of `dtype`, if `difficulty_fn` is an empty mapping, or if `cache_key` is
+        missing. Every process raises if their sources differ, or the dtypes, names or
+        keys of their functions; the code of the functions is not compared.
+      RuntimeError: if a worker process dies.
+    """
+    size = _num_examples(source)
+    functions = _by_name("difficulty_fn", difficulty_fn)
+    dtypes = _checked_dtypes(dtype, functions)
+    measure = Measurement(source, functions, dtypes, None, "difficulty_fn")
+    label = cache_label(cache, cache_key, "difficulty_fn")
+    group = processes or SingleProcess()
+    run = _options(measure, label, num_workers, progress, cache, group, "Difficulty")
+    return unnamed(measure.by_name(run.run(measure, *share_of(size, group))))
+
+
+def _options(
+    measure: Measurement,
+    label: str,
+    num_workers: int,
+    progress: bool,
+    cache: str | os.PathLike[str] | None,
+    group: ProcessGroup,
+    title: str,
+) -> PassOptions:
+    """Returns how to run a pass, after comparing it with that of other processes."""
+    key = ""
+    if cache is not None or group.count > 1:
+        key = measure.key(label)
+        keys = group.gather("comparing sources", key)
+        others = [index for index, other in enumerate(keys) if other != key]
+        if others:
+            raise ValueError(
+                f"`source` or its functions, their names or dtypes in processes "
+                f"{others} differ from those in process {group.index}. Pass the same "
+                "in every process."
+            )
+    folder = None if cache is None else pathlib.Path(cache)
+    return PassOptions(num_workers, progress, folder, key, title)
+
+
+def _num_examples(source: Source) -> int:
+    if not len(source):
+        raise ValueError("`source` is empty. Pass a source with at least one example.")
+    return len(source)
+
+
+def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, Any]:
+    """Returns the function that measures each sequence.
+
+    Raises:
+      ValueError: if `length_fn` and `sequences` do not fit together.
+    """
+    if isinstance(sequences, Mapping):
+        check_sequence_names("sequences", sequences)
+        functions: dict[Any, Any] = {**length_functions(sequences)}
+        given = {} if length_fn is None else _by_name("length_fn", length_fn)
+        if not given.keys() <= functions.keys():
+            raise ValueError(
+                f"`length_fn={length_fn!r}` does not fit `sequences`, which names "
+                f"{list(sequences)}. Pass a mapping from some of these names to "
+                "functions."
+            )
+        return dict(sorted({**functions, **given}.items()))
+    if isinstance(length_fn, Mapping):
+        check_sequence_names("length_fn", length_fn)
+        if sequences is not None:
+            raise ValueError(
+                f"`sequences={sequences!r}` names the features of one sequence, but "
+                f"`length_fn` measures {list(length_fn)}. Pass a mapping with the "
+                "features of each, or remove `sequences`."
+            )
+    if length_fn is None:
+        length_fn = functools.partial(example_length, sequences=sequences)
+    return _by_name("length_fn", length_fn)
+
+
+def _by_name(argument: str, functions: Any) -> dict[str | None, Any]:
+    """Returns the functions that a user passed, sorted by name.
+
+    Raises:
+      ValueError: if there are none, or one is not callable.
+    """
+    named = functions if isinstance(functions, Mapping) else {None: functions}
+    if not named or not all(map(callable, named.values())):
+        raise ValueError(
+            f"`{argument}={functions!r}`: pass a function of an example, or a mapping "
+            "from names to functions."
+        )
+    return {name: named[name] for name in sorted(named)}
+
+
+def _checked_dtypes(
+    dtype: Any, functions: Mapping[str | None, Any]
+) -> dict[str | None, np.dtype]:
+    """Returns the dtype of the values of each function.
+
+    Raises:
+      ValueError: if a dtype is not supported, or `dtype` names a different metric.
+    """
+    given = dtype if isinstance(dtype, Mapping) else dict.fromkeys(functions, dtype)
+    dtypes = dict.fromkeys(functions, np.dtype(np.float32))
+    for name, value in given.items():
+        # `np.dtype(None)` is float64.
+        with contextlib.suppress(TypeError):
+            if value is not None and name in functions:
+                dtypes[name] = np.dtype(value).newbyteorder("=")
+                if dtypes[name].name in _DTYPES:
+                    continue
+        raise ValueError(
+            f"`dtype={dtype!r}`: pass one of {list(_DTYPES)}, or a mapping from names "
+            "of metrics to these."
+        )
+    return dtypes
+
+
+def unnamed(values: Mapping[str | None, np.ndarray]) -> Any:
+    """Returns values by name; or the value itself, if it has no name."""
+    return values[None] if None in values else values
