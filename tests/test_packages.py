@@ -24,7 +24,6 @@ PACKAGES = {
         },
         {"numpy", "click", "rich", "matplotlib"},
     ),
-    "layers": ({"train", "optim", "base"}, {"jax", "flax"}),
     "testing": ({"train", "base"}, {"numpy", "jax", "optax", "etils"}),
     "train": (
         {

@@ -17,7 +17,8 @@ from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
     Values,
     by_path,
-    check_unchanged,
+    check_parameters,
+    check_variables,
     kept_if,
     overwritten_values,
     values_after,
@@ -48,25 +49,24 @@ def gradient_sums(
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def call(variables: Any, params: Any) -> tuple[Any, Metrics, Values]:
-            before = dataclasses.replace(state, params=params, variables=variables)
-            model = before.model
+        def call(state: TrainState) -> tuple[Any, Metrics, Values]:
+            model = state.model
             loss_sum, sums, returned = checked_loss(loss_fn, model, batch, keys)
             if updates_variables:
-                warn_if_not_returned(variables, returned)
-            return loss_sum, sums, values_after(variables, model, returned)
+                warn_if_not_returned(state.variables, returned)
+            return loss_sum, sums, values_after(state.variables, model, returned)
 
         def loss(
             params: Any, overwritten: Values
         ) -> tuple[jax.Array, tuple[Metrics, Values]]:
             variables = with_values(state.variables, overwritten)
-            loss_sum, sums, new = call(variables, params)
+            before = dataclasses.replace(state, params=params, variables=variables)
+            loss_sum, sums, new = call(before)
+            check_parameters(before, new, lambda x: call(x)[-1])
             if not updates_variables:
-                check_unchanged(
-                    lambda x: call(x, state.params)[-1], variables, new, _NEEDS_JIT
-                )
+                check_variables(before, new, lambda x: call(x)[-1], _NEEDS_JIT)
                 return loss_sum, (sums, {})
-            return loss_sum, (sums, new)
+            return loss_sum, (sums, {path: new[path] for path in by_path(variables)})
 
         _check_differentiable(checked_state(state).params)
         overwritten = overwritten_values(state.variables)

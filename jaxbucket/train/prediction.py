@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
@@ -26,7 +25,8 @@ from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
     EVALUATES,
     Values,
-    check_unchanged,
+    check_parameters,
+    check_variables,
     values_after,
 )
 
@@ -79,13 +79,14 @@ def make_predict_step(
     axes = axis_names(mesh, batch_axes)
 
     def on_rows(state: TrainState, batch: Batch) -> Batch:
-        def call(variables: Any) -> tuple[Any, Values]:
-            model = dataclasses.replace(checked_state(state), variables=variables).model
+        def call(state: TrainState) -> tuple[Any, Values]:
+            model = state.model
             outputs = predict_fn(model, batch)
-            return outputs, values_after(variables, model, None)
+            return outputs, values_after(state.variables, model, None)
 
-        outputs, new = call(checked_state(state).variables)
-        check_unchanged(lambda x: call(x)[1], state.variables, new, EVALUATES)
+        outputs, new = call(checked_state(state))
+        check_parameters(state, new, lambda x: call(x)[1])
+        check_variables(state, new, lambda x: call(x)[1], EVALUATES)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
     @record_arguments

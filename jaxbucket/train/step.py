@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,8 @@ from jaxbucket.train.update import updater
 from jaxbucket.train.variables import (
     EVALUATES,
     Values,
-    check_unchanged,
+    check_parameters,
+    check_variables,
     values_after,
 )
 
@@ -205,13 +205,14 @@ def make_eval_step(
     axes = axis_names(mesh, batch_axes)
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def call(variables: Any) -> tuple[Metrics, Values]:
-            model = dataclasses.replace(checked_state(state), variables=variables).model
+        def call(state: TrainState) -> tuple[Metrics, Values]:
+            model = state.model
             _, sums, returned = checked_loss(loss_fn, model, batch, keys)
-            return sums, values_after(variables, model, returned)
+            return sums, values_after(state.variables, model, returned)
 
-        sums, new = call(state.variables)
-        check_unchanged(lambda x: call(x)[1], state.variables, new, EVALUATES)
+        sums, new = call(checked_state(state))
+        check_parameters(state, new, lambda x: call(x)[1])
+        check_variables(state, new, lambda x: call(x)[1], EVALUATES)
         return sums, ()
 
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)

@@ -7,6 +7,7 @@ is a loss given all rows of the batch, so only there may it change variables.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,21 +18,28 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxbucket.train.forwarding import are_forwarded
+from jaxbucket.train.state import TrainState
 
 # Path of a variable, in Python syntax -> its value.
 Values: TypeAlias = dict[str, jax.Array]
 
 _BATCH_STATS = "batch_stats"
-# The remedy for variables that change in evaluation and prediction.
+# Remedies for what a model must not change.
+_IS_PARAMETER = (
+    "It is a parameter, which only the optimizer changes. Make it a variable of "
+    "another type than `nnx.Param`."
+)
 EVALUATES = (
-    "Variables are fixed in evaluation and prediction. Use the running averages of "
+    "Models are fixed in evaluation and prediction. Use the running averages of "
     "batch statistics and no dropout there (in a loss, if `keys is None`): call "
     "`model.eval()` on an NNX model, or `BatchNorm(use_running_average=True)`."
 )
 
 
 def values_after(variables: Any, model: Any, returned: Any) -> Values:
-    """Returns the values of all variables after a loss was called.
+    """Returns the values of all variables after a loss was called, by path.
+
+    Those of an NNX model include its parameters.
 
     Args:
       variables: the variables before it was called.
@@ -50,22 +58,17 @@ def values_after(variables: Any, model: Any, returned: Any) -> Values:
                 "model instead; steps take their new values from there."
             )
         new = by_path(nnx.state(model))
-        new = {path: new[path] for path in old}
     else:
         new = old | _of_collections(returned, old)
-    for path, value in new.items():
-        if (jnp.shape(value), jnp.result_type(value)) != _kind(old[path]):
+    for path, value in old.items():
+        shape, dtype = jnp.shape(new[path]), jnp.result_type(new[path])
+        if (shape, dtype) != (value.shape, value.dtype):
             raise ValueError(
-                f"`loss_fn` changes {path} from {old[path].dtype}"
-                f"{list(old[path].shape)} to {jnp.result_type(value)}"
-                f"{list(jnp.shape(value))}. Keep its shape and dtype, because steps "
-                "are compiled for them."
+                f"`loss_fn` changes {path} from {value.dtype}{list(value.shape)} to "
+                f"{dtype}{list(shape)}. Keep its shape and dtype, because steps are "
+                "compiled for them."
             )
     return new
-
-
-def _kind(value: Any) -> tuple[Any, Any]:
-    return value.shape, value.dtype
 
 
 def _of_collections(returned: Any, old: Values) -> Values:
@@ -88,30 +91,49 @@ def _of_collections(returned: Any, old: Values) -> Values:
     return new
 
 
-def check_unchanged(
-    call: Callable[[Any], Values], variables: Any, new: Values, remedy: str
+def check_parameters(
+    state: TrainState, new: Values, call: Callable[[TrainState], Values]
 ) -> None:
-    """Raises a ValueError if a call of the model has changed variables.
+    """Raises a ValueError if a call has assigned parameters of an NNX model.
 
     Args:
-      call: returns the values of all variables after a call with the given ones. It is
-        only traced again if a value may have been passed on, as by `nnx.remat`.
-      variables: the variables before the call.
-      new: their values after it, from `values_after`.
-      remedy: the end of the message.
+      state: the state before the call.
+      new: the values after it, from `values_after`.
+      call: returns them for another state. It is only traced again if a value may have
+        been passed on, as by `nnx.remat`.
     """
-    old = by_path(variables)
-    if all(new[path] is value for path, value in old.items()):
+    if state.graphdef is not None:
+        _check_unchanged(state, ("params", "frozen"), new, call, _IS_PARAMETER)
+
+
+def check_variables(
+    state: TrainState, new: Values, call: Callable[[TrainState], Values], remedy: str
+) -> None:
+    """Raises a ValueError that ends with a remedy, if a call has changed variables."""
+    _check_unchanged(state, ("variables",), new, call, remedy)
+
+
+def _check_unchanged(
+    state: TrainState,
+    names: Sequence[str],
+    new: Values,
+    call: Callable[[TrainState], Values],
+    remedy: str,
+) -> None:
+    parts = {name: getattr(state, name) for name in names}
+    old = [pair for part in parts.values() for pair in by_path(part).items()]
+    if all(new[path] is value for path, value in old):
         return
-    leaves, structure = jax.tree.flatten(variables)
+    leaves, structure = jax.tree.flatten(list(parts.values()))
 
     def values(leaves: Sequence[Any]) -> list[Any]:
-        after = call(jax.tree.unflatten(structure, leaves))
-        return [after[path] for path in old]
+        given = zip(names, jax.tree.unflatten(structure, leaves), strict=True)
+        after = call(dataclasses.replace(state, **dict(given)))
+        return [after[path] for path, _ in old]
 
-    for path, is_same in zip(old, are_forwarded(values, leaves), strict=True):
+    for (path, _), is_same in zip(old, are_forwarded(values, leaves), strict=True):
         if not is_same:
-            raise ValueError(f"{path}, a variable of the model, changes. {remedy}")
+            raise ValueError(f"The model changes {path}. {remedy}")
 
 
 def warn_if_not_returned(variables: Any, returned: Any) -> None:

@@ -124,32 +124,6 @@ def test_only_named_sequences_lose_their_padding():
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_outputs_may_depend_on_the_rows_of_other_devices(mode):
-    source, schedule = make_job(order="source")
-    mesh, axes = make_mesh("2x2x2-swapped")
-
-    def relative(params, batch):
-        values = jnp.where(batch.mask, batch.features["values"], 0).sum(axis=1)
-        return {
-            "share": values - jb.train.sum_over_rows(values.sum()),
-            "most": values - jnp.max(jb.train.gather_rows(values)),
-            "row": jb.train.row_numbers(batch),
-        }
-
-    step = jb.make_predict_step(relative, mesh, mode=mode, batch_axes=axes)
-    batches = jb.MeshLoader(source, schedule, mesh, batch_axes=axes)
-    outputs = jb.predict(step, make_state(mesh), batches)
-    for indices in (x for n in range(len(schedule)) for x in schedule.micro_batches(n)):
-        rows = {n: i for n, i in enumerate(indices.rows) if i >= 0}
-        sums = {i: source[i]["values"].sum() for i in rows.values()}
-        most = max([*sums.values(), *[0] * (len(sums) < len(indices.rows))])
-        for row, i in rows.items():
-            assert outputs[i]["row"] == row
-            assert outputs[i]["share"] == sums[i] - sum(sums.values())
-            assert outputs[i]["most"] == sums[i] - most
-
-
 def test_outputs_of_fixed_width_keep_their_shape():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")

@@ -883,12 +883,16 @@ def test_half_precision_gradients_are_added_in_single_precision(mode, dtype):
     weights = np.array([2048, 0, *[1] * 6], np.float32)
 
     def loss(params, batch, keys):
-        local = jnp.asarray(weights)[jb.train.row_numbers(batch)]
+        local = batch.features["weights"]
         y = jnp.broadcast_to(params["w"], local.shape).astype(jnp.float32)
         return jnp.sum(y * local), batch.num_tokens
 
     mesh, _ = make_mesh("4x2-model")
-    batch = jb.data.collate_rows(make_examples([1] * 8), jb.Bucket(8, 1))
+    rows = [
+        {**example, "weights": weight}
+        for example, weight in zip(make_examples([1] * 8), weights, strict=True)
+    ]
+    batch = jb.data.collate_rows(rows, jb.Bucket(8, 1))
     params = {"w": jnp.asarray(1.0, dtype)}
     _, metrics = run_batch(batch, mesh, loss=loss, params=params, mode=mode)
     want = jnp.asarray(2054 / 8, dtype).astype(jnp.float32)

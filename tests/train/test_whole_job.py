@@ -26,12 +26,12 @@ def assert_equal(results, expected):
         got = results[name]
         if isinstance(want, dict):
             assert got.keys() == want.keys(), name
-            for key, value in want.items():
-                np.testing.assert_allclose(
-                    got[key], value, rtol=1e-10, atol=1e-12, err_msg=f"{name} {key}"
-                )
         else:
-            np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12, err_msg=name)
+            got, want = {name: got}, {name: want}
+        for key, value in want.items():
+            np.testing.assert_allclose(
+                got[key], value, rtol=1e-10, atol=1e-12, err_msg=f"{name} {key}"
+            )
 
 
 @pytest.mark.exhaustive
