@@ -458,7 +458,6 @@ OTHER_PAIR = jb.BucketPlan.from_shapes([(2, {"source": 4, "target": 8})])
         ({"dataset": [1, 2]}, "dataset"),
         ({"dataset": grain.MapDataset.range(3)}, "dataset"),
     ],
-    ids=str,
 )
 def test_wrong_arguments_are_named(options, argument):
     given = {"dataset": stream(np.array([3, 9])), "plan": PLAN, "pool_size": 8}

@@ -231,7 +231,6 @@ def test_the_number_of_epochs_may_change_until_the_stream_has_ended():
         {"plan": jb.BucketPlan.from_shapes([(4, 16)])},
         {"shard": jb.data.RowShard((0,), 2), "lengths": [3], "num_steps": 9},
     ],
-    ids=str,
 )
 def test_a_state_with_different_options_is_refused(options):
     given = {"dataset": stream(np.full(50, 3)), "plan": PLAN, "pool_size": 16}
