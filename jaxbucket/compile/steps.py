@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 # Enough to keep a device busy even if steps are short.
 _MAX_IN_FLIGHT = 8
 # Parts of a training state that evaluation does not need.
-_OF_TRAINING = ("frozen", "opt_state", "loss_scale")
+_OF_TRAINING = ("frozen", "opt_state")
 _FOR_EVALUATION = (
     "For evaluation or prediction, compile for `jb.create_state(state, mesh=mesh)`, "
     "which has neither an optimizer nor frozen parameters, and pass such states."

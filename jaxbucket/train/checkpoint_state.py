@@ -28,7 +28,7 @@ def parts_to_skip(state: Any) -> tuple[str, ...]:
     """Returns the parts of a saved state that a state for evaluation does not have."""
     if not (isinstance(state, TrainState) and is_absent(state.opt_state)):
         return ()
-    return ("opt_state",) if state.loss_scale else ("opt_state", "loss_scale")
+    return ("opt_state",)
 
 
 def restore_without(

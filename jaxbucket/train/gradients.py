@@ -77,7 +77,7 @@ def gradient_sums(
         )
         weight = sums["weight"]
 
-        def gradients(least: int, most: int, scale: Any = 1.0) -> Any:
+        def gradients(least: int, most: int) -> Any:
             exponent = _cotangent_exponent(weight, loss_sum.dtype, least, most)
             cotangent, undo = _power_of_two(exponent), _power_of_two(-exponent)
             if overwritten:
@@ -85,22 +85,17 @@ def gradient_sums(
                 usable = (weight > 0) & jnp.isfinite(weight)
                 undo = jnp.where(usable, weight, 1).astype(jnp.float32)
                 cotangent = 1 / undo
-            cotangent = (cotangent * scale).astype(loss_sum.dtype)
-            grads, new = pull_back(cotangent)
-            return jax.tree.map(functools.partial(_times, undo / scale), grads), new
+            grads, new = pull_back(cotangent.astype(loss_sum.dtype))
+            return jax.tree.map(functools.partial(_times, undo), grads), new
 
-        if state.loss_scale is not None:
-            # The gradient of the mean, times the scale.
-            grads, new = gradients(0, 0, state.loss_scale.scale)
-        else:
-            grads, new = gradients(*_MEAN_EXPONENTS)
-            if computes_in(jnp.float16, pull_back, loss_sum):
-                first = grads, new
-                grads, new = jax.lax.cond(
-                    all_finite(grads, (), ()),
-                    lambda: first,
-                    functools.partial(gradients, -1, -1),
-                )
+        grads, new = gradients(*_MEAN_EXPONENTS)
+        if computes_in(jnp.float16, pull_back, loss_sum):
+            first = grads, new
+            grads, new = jax.lax.cond(
+                all_finite(grads, (), ()),
+                lambda: first,
+                functools.partial(gradients, -1, -1),
+            )
         if updates_variables and variables:
             variables |= {
                 # If a layer was not called, the gradients of its scales are zero.

@@ -53,7 +53,7 @@ Metrics: TypeAlias = dict[str, jax.Array]
 _COUNTS = ("num_tokens", "num_examples", "num_rows", "num_positions")
 _STEP_METRICS = {
     *("loss", "loss_sum", "weight", *_COUNTS),
-    *("padding", "grad_norm", "lr_factor", "learning_rate", "loss_scale", "skipped"),
+    *("padding", "grad_norm", "lr_factor", "learning_rate", "skipped"),
 }
 # (state, batch, keys of the batch's rows) -> (sums over these rows, values that are
 # equal on all devices)

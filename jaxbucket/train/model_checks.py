@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import unfreeze
-from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState as FlaxTrainState
-
-# A loss scale and its inverse must be normal numbers even if they are multiplied by a
-# power of two near the weight of a batch. float16 has a range of 2**-24 to 2**16.
-SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**60
 
 
 def check_optimizer(tx: Any) -> None:
@@ -139,31 +134,6 @@ def checked_collections(variables: Mapping[str, Any] | None) -> Any:
             'as {"batch_stats": ...}, without "params".'
         )
     return as_arrays(unfreeze(dict(variables)))
-
-
-def checked_scale(loss_scale: Any) -> DynamicScale:
-    """Returns a loss scale as arrays."""
-    if not isinstance(loss_scale, DynamicScale):
-        raise ValueError(
-            f"`loss_scale={loss_scale!r}` is a {type(loss_scale).__name__}. Pass "
-            "`flax.training.dynamic_scale.DynamicScale(scale=...)`."
-        )
-    smallest = max(loss_scale.minimum_scale or 0, SMALLEST_SCALE)
-    if not smallest <= loss_scale.scale <= LARGEST_SCALE:
-        raise ValueError(
-            f"`loss_scale` has scale={loss_scale.scale}, which must be at least "
-            f"{smallest:g} and at most 2**60. Use a power of two, such as 2.0**16."
-        )
-    if not (
-        0 < loss_scale.backoff_factor < 1 <= loss_scale.growth_factor < np.inf
-        and loss_scale.growth_interval >= 1
-    ):
-        raise ValueError(
-            f"`loss_scale` has backoff_factor={loss_scale.backoff_factor}, which must "
-            f"be between 0 and 1, growth_factor={loss_scale.growth_factor} and "
-            f"growth_interval={loss_scale.growth_interval}, which must be at least 1."
-        )
-    return jax.tree.map(jnp.float32, loss_scale)
 
 
 def checked_predicate(wrt: Any) -> Callable[[Any, Any], bool]:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # `train.MeshLoader` is imported on first use, because its module imports Grain.
 from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import prefetch
+from jaxbucket.train.process_agreement import can_be_compared, check_same, digest
 
 
 def run_epoch(
@@ -55,7 +53,13 @@ def check_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
             "examples."
         )
     # First, so that the errors below are raised in all processes or in none.
-    _check_same(batches)
+    if can_be_compared(batches.mesh):
+        position = batches.position(batches.start_step).to_dict()
+        check_same(
+            batches.mesh,
+            {"batches": digest({"position": position, "steps": len(batches)})},
+            "Use the same source, plan, lengths, seed and epoch in all of them.",
+        )
     start, stop = batches.start_step, batches.start_step + len(batches)
     if len(batches) != len(schedule) or (start - schedule.first_step) % len(schedule):
         raise ValueError(
@@ -81,43 +85,6 @@ def _check_once(schedule: Schedule, epoch: Sequence[BatchIndices]) -> None:
             "`BatchSchedule` of the same plan and lengths in the default order, not "
             'with `replacement=True`, `remainder="drop"` or a `Mixture`.'
         )
-
-
-def _check_same(batches: train.MeshLoader) -> None:
-    """Raises a ValueError if the processes of the mesh have different batches."""
-    position = batches.position(batches.start_step).to_dict()
-    text = json.dumps([position, len(batches)])
-    local = np.frombuffer(bytes.fromhex(digest(text.encode())), np.uint32)
-    if np.any(values_of_devices(batches.mesh, local) != local):
-        raise ValueError(
-            "The processes have different batches. Use the same source, plan, lengths, "
-            "seed and epoch in all of them."
-        )
-
-
-def values_of_devices(mesh: Mesh, local: np.ndarray) -> np.ndarray:
-    """Returns the values `[D, n]` of the processes that own the D devices of the mesh.
-
-    Args:
-      mesh: the mesh. All of its processes must call this function.
-      local: `[n]` values of this process.
-    """
-    if len({device.process_index for device in mesh.devices.flat}) == 1:
-        return np.tile(local, (mesh.size, 1))
-    # Each process fills the rows of its devices; replicating them shows every process
-    # the values of all others.
-    values = jax.make_array_from_callback(
-        (mesh.size, len(local)),
-        NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
-        lambda index: local[None],
-    )
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return np.asarray(jax.jit(_unchanged, out_shardings=replicated)(values))
-
-
-def _unchanged(x: jax.Array) -> jax.Array:
-    # A function of the module, so that jax compiles it once.
-    return x
 
 
 def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
-from flax.training.dynamic_scale import DynamicScale
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -24,7 +23,6 @@ from jaxbucket.train.model_checks import (
     checked_collections,
     checked_parameters,
     checked_predicate,
-    checked_scale,
 )
 from jaxbucket.train.process_agreement import can_be_compared, check_same
 from jaxbucket.train.state_checksum import checksum
@@ -35,7 +33,7 @@ _NUM_PATHS = 3
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "frozen", "variables", "opt_state", "loss_scale"],
+    data_fields=["step", "params", "frozen", "variables", "opt_state"],
     meta_fields=["graphdef"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,6 @@ class TrainState:
         a dict of collections for a Linen module, or the rest of an NNX model; () for
         plain parameters.
       opt_state: the state of the optimizer.
-      loss_scale: the loss scale for float16, or None.
       graphdef: the structure of an NNX model; None for others.
     """
 
@@ -60,7 +57,6 @@ class TrainState:
     frozen: Any
     variables: Any
     opt_state: Any
-    loss_scale: DynamicScale | None = None
     graphdef: Any = None
 
     @property
@@ -89,7 +85,6 @@ def create_state(
     rngs: Any = None,
     variables: Mapping[str, Any] | None = None,
     wrt: Any = None,
-    loss_scale: DynamicScale | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -135,17 +130,12 @@ def create_state(
       wrt: selects the parameters to train, by default all: a filter of `nnx`, such as
         `nnx.PathContains("head")`, or a function `(path, value) -> bool` of the path,
         a tuple of names. Gradients and optimizer states are only computed for these.
-      loss_scale: scales losses against underflow in float16, for instance
-        `flax.training.dynamic_scale.DynamicScale()`. Updates with infinite gradients
-        are skipped, and lower the scale. By default that of a `TrainState`, or None;
-        `dataclasses.replace(state, loss_scale=None)` has none.
 
     Raises:
       ValueError: if `model` is neither a module nor parameters; if it is a Linen module
         and there is no `sample`; if an argument does not apply to this kind of model;
         if parameters contain variables that are not parameters; if `wrt` selects no
-        parameters; if `loss_scale` is out of range; or if the model differs between
-        processes.
+        parameters; or if the model differs between processes.
     """
     if tx is not None:
         check_optimizer(tx)
@@ -155,8 +145,6 @@ def create_state(
     if isinstance(model, TrainState):
         check_unused("a state", sample=sample, rngs=rngs, variables=variables)
         state, model = model, model.model
-        if loss_scale is None:
-            loss_scale = state.loss_scale
         if isinstance(state.variables, dict):
             model, variables = model["params"], state.variables
     if isinstance(model, nnx.Module):
@@ -197,7 +185,6 @@ def create_state(
         frozen=frozen,
         variables=others,
         opt_state=opt_state,
-        loss_scale=None if loss_scale is None else checked_scale(loss_scale),
         graphdef=graphdef,
     )
     if mesh is None:

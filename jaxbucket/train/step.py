@@ -101,8 +101,7 @@ def make_train_step(
       "num_positions", the B and B * T of the bucket; "padding", the share of positions
       that are padding; "grad_norm", the norm of the mean gradient; "lr_factor" and
       "learning_rate", if the optimizer's state contains them; "skipped" (1 or 0), with
-      `skip_nonfinite` or a loss scale; "loss_scale", if the state has one; and the
-      loss's own sums.
+      `skip_nonfinite`; and the loss's own sums.
 
     Raises:
       ValueError: if `loss_fn` is not a function, the mode or an axis is unknown, the

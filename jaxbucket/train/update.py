@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.gradients import all_finite
 from jaxbucket.train.loss import Metrics, mean_metrics
-from jaxbucket.train.model_checks import LARGEST_SCALE, SMALLEST_SCALE, check_state_of
+from jaxbucket.train.model_checks import check_state_of
 from jaxbucket.train.state import TrainState
 from jaxbucket.train.variables import Values, by_path, with_values
 
@@ -57,12 +56,7 @@ def updater(
         )
         params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": _norm(grads), **learning_rate_metrics(opt_state)}
-        loss_scale = state.loss_scale
-        if loss_scale is not None:
-            is_finite = all_finite(grads, (), ())
-            metrics["loss_scale"] = jnp.asarray(loss_scale.scale)
-            loss_scale = _next_scale(loss_scale, is_finite)
-        if skip_nonfinite or loss_scale is not None:
+        if skip_nonfinite:
             scalars = (metrics["loss"], metrics["grad_norm"])
             old_variables = by_path(state.variables)
             # Variables with a rule only, because the others do not change.
@@ -87,27 +81,9 @@ def updater(
             params=params,
             variables=with_values(state.variables, new_variables),
             opt_state=opt_state,
-            loss_scale=loss_scale,
         ), metrics
 
     return update
-
-
-def _next_scale(dynamic: DynamicScale, is_finite: jax.Array) -> DynamicScale:
-    """Returns the loss scale of the next step.
-
-    It is multiplied by `growth_factor` after `growth_interval` finite gradients, and by
-    `backoff_factor` after each gradient that is not finite (Micikevicius et al., "Mixed
-    precision training", 2018).
-    """
-    grows = dynamic.fin_steps + 1 >= dynamic.growth_interval
-    larger = jnp.where(grows, dynamic.scale * dynamic.growth_factor, dynamic.scale)
-    smaller = dynamic.scale * dynamic.backoff_factor
-    scale = jnp.where(is_finite, larger, smaller)
-    smallest = max(dynamic.minimum_scale or 0, SMALLEST_SCALE)
-    scale = jnp.clip(scale, smallest, LARGEST_SCALE)
-    steps = jnp.where(is_finite & ~grows, dynamic.fin_steps + 1, 0)
-    return dynamic.replace(fin_steps=steps, scale=scale)
 
 
 def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Batch normalization, dropout, frozen layers, averages and loss scales together."""
+"""Batch normalization, dropout, frozen layers and averages together."""
 
 import json
 import pathlib

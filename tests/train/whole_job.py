@@ -1,7 +1,7 @@
 """A training job that uses everything at once, and the same job without jaxbucket.
 
-A frozen layer, batch normalization and dropout; Adam, an average of the parameters and
-a dynamic loss scale. The tests import this module, and so do the processes they start.
+A frozen layer, batch normalization and dropout; Adam and an average of the parameters.
+The tests import this module, and so do the processes they start.
 """
 
 import dataclasses
@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
-from flax.training.dynamic_scale import DynamicScale
 
 import jaxbucket as jb
 from jaxbucket.train.loss import row_keys
 
 FEATURES, WIDTH, KEPT, MOMENTUM, DECAY = 3, 8, 0.75, 0.9, 0.8
-SCALE = DynamicScale(scale=2.0**4, growth_interval=3)
 DTYPE = np.float64
 
 
@@ -146,9 +144,7 @@ def train(
         sample = (x, np.zeros((1, 2), bool), draw(None, 2), False)
 
     def new_state() -> Any:
-        return jb.create_state(
-            model, tx, mesh, sample=sample, wrt=trained, loss_scale=SCALE
-        )
+        return jb.create_state(model, tx, mesh, sample=sample, wrt=trained)
 
     loss_fn = nnx_loss if kind == "nnx" else linen_loss
     step_fn = jb.make_train_step(
@@ -185,7 +181,6 @@ def train(
         "losses": losses,
         "model": values(state.model),
         "average": values(average),
-        "loss_scale": float(state.loss_scale.scale),
         "evaluated": float(eval_step(state, last)["loss"]),
         "evaluated_average": float(eval_step(averaged, last)["loss"]),
     }
@@ -229,7 +224,6 @@ def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
         "losses": losses,
         "model": values({**state, **statistics, **frozen}),
         "average": values(average),
-        "loss_scale": SCALE.scale * 2.0 ** (len(schedule) // SCALE.growth_interval),
         "evaluated": _plain_evaluation(state, *last),
         "evaluated_average": _plain_evaluation(average, *last),
     }
