@@ -22,7 +22,7 @@ def test_the_source_distribution_has_what_the_tests_read():
 def test_every_lower_bound_is_tested():
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    tested = [extras[name] for name in ("train", "parquet", "plots", "test", "loaders")]
+    tested = [extras[name] for name in ("train", "files", "plots", "test", "loaders")]
     requirements = [x for names in (project["dependencies"], *tested) for x in names]
     # "etils[epath,epy]>=1.12" -> ("etils", "1.12")
     bounds = dict(

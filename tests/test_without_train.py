@@ -15,7 +15,7 @@ import click.testing
 
 ROOT = pathlib.Path(__file__).parents[1]
 REMEDY = "pip install 'jaxbucket[train]'"
-PACKAGES = {"attention", "compile", "data", "distributed", "layers", "optim", "sort"}
+PACKAGES = {"attention", "compile", "data", "distributed", "optim", "sort"}
 PACKAGES |= {"packing", "plan", "schedule", "stream", "testing", "train"}
 COMMANDS = """\
 measure lengths:texts -o lengths.npy

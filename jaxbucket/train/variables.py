@@ -168,12 +168,12 @@ def overwritten_values(variables: Any) -> Values:
     """
     # A Linen module in an NNX model has a variable type of the same name.
     return {
-        jax.tree_util.keystr(path): leaf
+        jax.tree_util.keystr((*path, *inner)): leaf
         for path, variable in jax.tree.leaves_with_path(
             variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
         if OVERWRITE_WITH_GRADIENT in (path[0].key, type(variable).__name__)
-        for leaf in jax.tree.leaves(variable)
+        for inner, leaf in jax.tree.leaves_with_path(variable)
     }
 
 

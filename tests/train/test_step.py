@@ -855,7 +855,9 @@ def test_only_float16_losses_are_differentiated_again():
     batch = jax.tree.map(jnp.asarray, scaled_batch(1))
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
         state = jb.create_state({"w": jnp.float32(1)}, optax.sgd(0.1))
-        sums = gradient_sums(functools.partial(loss, dtype=dtype))
+        sums = gradient_sums(
+            functools.partial(loss, dtype=dtype), updates_variables=False
+        )
         program = str(jax.make_jaxpr(lambda s, b: sums(s, b, None))(state, batch))  # noqa: B023
         assert ("cond[" in program) == (dtype == jnp.float16)
 
@@ -1482,9 +1484,7 @@ def test_explicit_axes_are_named_if_the_loss_does_not_support_them(mode):
         step(state, batch)
 
 
-@pytest.mark.parametrize("mode", only("jit"))
-def test_dropout_from_the_rngs_of_a_model_is_refused(mode):
-    # Such dropout would be the same at every step, and differ between meshes.
+def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
     class Dropped(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.scale = nnx.Param(jnp.ones(()))
@@ -1496,15 +1496,18 @@ def test_dropout_from_the_rngs_of_a_model_is_refused(mode):
         return model.scale.get_value() * kept.sum(), batch.num_tokens
 
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    message = r"\['count'\].*, of type RngCount.* Better, draw dropout from `keys`"
-    with pytest.raises(ValueError, match=message):
-        run_batch(
-            *(batch, four_devices()),
-            loss=loss,
-            params=Dropped(nnx.Rngs(0)),
-            tx=optax.sgd(0.1),
-            mode=mode,
-        )
+    tx, mesh = optax.sgd(0.0), four_devices()
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
+    state = jb.create_state(Dropped(nnx.Rngs(0)), tx, mesh)
+    with pytest.raises(ValueError, match=r"\['count'\].*Draw dropout from `keys`"):
+        jb.make_train_step(loss, tx, mesh, mode="shard_map")(state, batch)
+    step = jb.make_train_step(loss, tx, mesh)
+    sums = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        sums.append(float(metrics["loss_sum"]))
+    # Every step draws anew.
+    assert sums[0] != sums[1]
 
 
 def test_a_loss_that_is_not_a_function_is_refused():
