@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike
 
 MAX_LENGTH = 2**31 - 1
 MAX_ACCUMULATE = 2**16
+MAX_FLOAT = sys.float_info.max
 # Half the range of int64, so that the sum of two counts does not overflow.
 MAX_COUNT = 2**62
 
@@ -192,49 +194,43 @@ def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
 
 def check_cost(name: str, value: Any) -> float:
     """Returns `value` as a float whose sums stay finite, or raises a ValueError."""
-    number = check_number(name, value)
-    if not 1e-100 <= number <= 1e100:
-        raise ValueError(
-            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Use a "
-            "different unit."
-        )
-    return number
+    return check_float(name, value, least=1e-100, most=1e100)
 
 
-def check_number(name: str, value: Any) -> float:
-    """Returns `value` as a positive, finite float, or raises a ValueError."""
+def check_float(
+    name: str, value: Any, *, least: float | None = None, most: float = MAX_FLOAT
+) -> float:
+    """Returns `value` as a float, or raises a ValueError.
+
+    Example:
+      >>> check_float("share", np.float32(0.5), least=0, most=1)
+      0.5
+
+    Args:
+      name: the name of the argument, for messages.
+      value: a number, or an array of one number.
+      least: the smallest value; by default, the value must be positive.
+      most: the largest value; by default, the value must be finite.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not 0 < number < math.inf or isinstance(value, bool | str):
-        raise ValueError(f"`{name}={value!r}` must be a positive, finite number.")
+    above = number > 0 if least is None else number >= least
+    if not (above and number <= most) or isinstance(value, bool | np.bool_ | str):
+        low = "a positive number" if least is None else f"a number of at least {least}"
+        high = {math.inf: "", MAX_FLOAT: ", finite"}.get(most, f", at most {most}")
+        raise ValueError(f"`{name}={value!r}` must be {low}{high}.")
     return number
 
 
-def check_seconds(name: str, value: Any) -> float:
-    """Returns `value` as a float of at least 0, or raises a ValueError."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not number >= 0 or isinstance(value, bool | str):
-        raise ValueError(
-            f"`{name}={value!r}` is not a number of seconds. Pass 0 or more, such as "
-            "30.0."
-        )
-    return number
+# What `plan`, `packing` and `schedule` call it.
+check_number = check_float
 
 
 def check_share(name: str, value: Any) -> float:
     """Returns `value` as a float from 0 to 1, or raises a ValueError."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 <= number <= 1 or isinstance(value, bool | str):
-        raise ValueError(f"`{name}={value!r}` must be a share, from 0 to 1.")
-    return number
+    return check_float(name, value, least=0, most=1)
 
 
 def check_accumulate(accumulate: Any) -> int:
