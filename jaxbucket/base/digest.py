@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pathlib
+from typing import Any
 
 
 def digest(*parts: bytes | memoryview) -> str:
@@ -19,5 +20,5 @@ def file_digest(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, _new_state).hexdigest()
 
 
-def _new_state() -> "hashlib._Hash":
+def _new_state() -> Any:
     return hashlib.blake2b(digest_size=16)
