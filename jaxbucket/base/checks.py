@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,21 +30,12 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
       ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
         or holds a value below 1 or above 2**31 - 1.
     """
-    if isinstance(lengths, Mapping):
-        raise ValueError(
-            f"`lengths` is a mapping with the keys {list(lengths)}. Pass one length "
-            "per example, [N]. For examples with several sequences, plan buckets that "
-            "have a T for each."
-        )
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise ValueError(
-            "`lengths` is ragged. Pass one length per example, [N]."
-        ) from None
+    array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(
-            f"`lengths` has shape {array.shape}. Pass one length per example, [N]."
+            f"`lengths` is {with_article(lengths)} of shape {array.shape}. Pass one "
+            "length per example, [N]. For examples with several sequences, plan "
+            "buckets that have a T for each."
         )
     if array.size == 0:
         raise ValueError(
@@ -52,7 +43,11 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
         )
     # By kind, because numpy also treats timedelta64 as an integer dtype.
     if array.dtype.kind not in "iu":
-        raise ValueError(_not_integers(lengths, array))
+        raise ValueError(
+            f"`lengths` has dtype {array.dtype}, and `lengths[0]={array[0]!r}` is not "
+            "an integer. Convert lengths to tokens, frames or bytes, and then with "
+            "`np.asarray(lengths, np.int32)`."
+        )
     low, high = int(array.min()), int(array.max())
     if low < 1 or high > MAX_LENGTH:
         bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
@@ -62,41 +57,6 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
         )
     # Narrow and unsigned dtypes cannot represent every T.
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
-
-
-def _not_integers(lengths: ArrayLike, array: np.ndarray) -> str:
-    """Returns the error message for lengths that are not integers.
-
-    Args:
-      lengths: the user's argument, an array or a sequence.
-      array: the same as an array.
-    """
-    if np.issubdtype(array.dtype, np.floating):
-        odd = ~np.isfinite(array) | (array != np.floor(array))
-        if odd.any():
-            return _not_an_integer(array, int(np.argmax(odd)))
-    if array.dtype.kind in "SUT":
-        return (
-            f"`lengths[0]={array.tolist()[0]!r}` is a string, but lengths must be "
-            "integers. Pass the length of each example."
-        )
-    if array.dtype.kind in "mM":
-        return (
-            f"`lengths` has dtype {array.dtype}, which represents time. Pass integers, "
-            "for example `lengths.astype(np.int64)`."
-        )
-    convert = "np.asarray(lengths, np.int32)"
-    if hasattr(lengths, "astype"):
-        convert = "lengths.astype(np.int32)"
-    return f"`lengths` has dtype {array.dtype}, not an integer dtype. Pass `{convert}`."
-
-
-def _not_an_integer(array: np.ndarray, index: int) -> str:
-    """Returns the error message for a float that is not an integer."""
-    remedy = "Convert the lengths to tokens, frames or bytes first."
-    if not np.isfinite(array[index]):
-        remedy = "Measure the example again, or remove it."
-    return f"`lengths[{index}]={array[index]}` is not an integer. {remedy}"
 
 
 def overlong_message(
@@ -194,7 +154,13 @@ def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
 
 def check_cost(name: str, value: Any) -> float:
     """Returns `value` as a float whose sums stay finite, or raises a ValueError."""
-    return check_float(name, value, least=1e-100, most=1e100)
+    number = check_float(name, value)
+    if not 1e-100 <= number <= 1e100:
+        raise ValueError(
+            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Use a "
+            "different unit."
+        )
+    return number
 
 
 def check_float(
@@ -218,9 +184,12 @@ def check_float(
         number = math.nan
     above = number > 0 if least is None else number >= least
     if not (above and number <= most) or isinstance(value, bool | np.bool_ | str):
-        low = "a positive number" if least is None else f"a number of at least {least}"
-        high = {math.inf: "", MAX_FLOAT: ", finite"}.get(most, f", at most {most}")
-        raise ValueError(f"`{name}={value!r}` must be {low}{high}.")
+        needed = "positive, finite number" if least is None else f"number from {least}"
+        if math.isfinite(most) and most < MAX_FLOAT:
+            needed = (
+                f"{'share' if most == 1 else 'number'}, from {least or 0} to {most}"
+            )
+        raise ValueError(f"`{name}={value!r}` must be a {needed}.")
     return number
 
 
