@@ -48,9 +48,7 @@ def publish(draft: pathlib.Path, path: pathlib.Path) -> None:
     """Renames a complete draft, and makes this durable."""
     sync(draft)
     os.replace(draft, path)
-    # Not every file system can sync a folder.
-    with contextlib.suppress(OSError):
-        sync(path.parent)
+    sync(path.parent)
 
 
 def sync(path: pathlib.Path) -> None:
@@ -58,6 +56,10 @@ def sync(path: pathlib.Path) -> None:
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
+    except OSError:
+        # Not every file system can flush a folder.
+        if not path.is_dir():
+            raise
     finally:
         os.close(file)
 

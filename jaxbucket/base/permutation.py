@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ def _encrypt_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.
     """Does the same as `_encrypt`, with a different size and key for each index."""
     width = np.sqrt(sizes - 1).astype(np.int64) + 1
     sides = width.astype(np.uint64), (-(-sizes // width)).astype(np.uint64)
-    each = [_fold_each(keys, turn) for turn in range(_ROUNDS)]
+    each = (_fold_each(keys, turn) for turn in range(_ROUNDS))
     return _encrypt(index.astype(np.uint64), sides, each).astype(np.int64)
 
 
@@ -156,7 +156,7 @@ def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:
     return halves[0] * sides[1] + halves[1]
 
 
-def _encrypt(index: np.ndarray, sides: Any, keys: Sequence[Any]) -> np.ndarray:
+def _encrypt(index: np.ndarray, sides: Any, keys: Iterable[Any]) -> np.ndarray:
     """Applies a bijection of `range(sides[0] * sides[1])` to `[n]` uint64.
 
     Args:

@@ -19,12 +19,7 @@ def at_least_float32(value: jax.Array) -> jax.Array:
 
     Half precision is too coarse to sum 1,000 gradients.
     """
-    return value.astype(widest(jnp.float32, value.dtype))
-
-
-def widest(*dtypes: Any) -> Any:
-    """Returns the widest of some dtypes, also if promotion is strict."""
-    return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
+    return value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
 
 
 def computes_in(dtype: Any, pull_back: Any, cotangent: jax.Array) -> bool:

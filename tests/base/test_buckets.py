@@ -244,7 +244,7 @@ def edited(**changes) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": 4}, "version 4"),
+        ({"version": 4}, "version"),
         ({"max_ratios": 2}, "max_ratios"),
         ({"max_tokens": ...}, "max_tokens"),
         ({"buckets": ...}, "buckets"),
