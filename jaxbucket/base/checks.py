@@ -64,17 +64,13 @@ def overlong_message(
 ) -> str:
     """Returns the error message for an example longer than the last bucket."""
     example = int(np.argmax(lengths > max_seq_len))
-    name, where = "", "the last bucket"
-    if sequence is not None:
-        name, where = f"[{sequence!r}]", "all buckets"
-    choices = ["drop", "truncate", "truncate_left"]
-    if sequence is None:
-        choices.append("split")
-    *others, last = (f"`overlong={policy!r}`" for policy in choices)
+    name = "" if sequence is None else f"[{sequence!r}]"
+    where = "the last bucket" if sequence is None else "all buckets"
+    split = ", or 'split'" if sequence is None else ""
     return (
         f"`lengths{name}[{example}]={lengths[example]}` is beyond {where}, "
         f"`seq_len{name}={max_seq_len}`. Plan with a larger `max_seq_len`, or with "
-        f"{', '.join(others)} or {last}."
+        f"`overlong=` 'drop', 'truncate' or 'truncate_left'{split}."
     )
 
 
