@@ -16,10 +16,6 @@ from jaxbucket.sort.exchange import chunk_capacity
 from jaxbucket.sort.keys import Column, Composite
 
 DEVICES = [1, 2, 3, 4, 8]
-MARKED_DEVICES = [
-    count if count in (1, 3, 8) else pytest.param(count, marks=pytest.mark.exhaustive)
-    for count in DEVICES
-]
 DTYPES = [np.dtype(x) for x in "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8".split()]
 
 
@@ -57,11 +53,13 @@ def mesh_of(count):
 
 def random_column(rng, size):
     dtype = rng.choice(DTYPES)
-    kind = rng.choice(["few", "same", "some", "sorted", "reversed", "all"])
+    kind = rng.choice(["few", "same", "most", "sorted", "reversed", "all"])
     keys = rng.integers(0, {"few": 3, "same": 1}.get(kind, 100), size)
     if kind == "all" and dtype.kind in "iu":
         ends = np.iinfo(dtype)
         keys = rng.integers(ends.min, ends.max, size, dtype, endpoint=True)
+    if kind == "most":
+        keys[rng.random(size) < 0.9] = 7
     if kind in ("sorted", "reversed"):
         keys = np.sort(keys)[:: 1 if kind == "sorted" else -1]
     keys = keys.astype(dtype)
@@ -81,7 +79,7 @@ def random_column(rng, size):
 )
 def test_random_columns_are_sorted_like_lexsort(seed):
     rng = np.random.default_rng(seed)
-    size = int(rng.choice([1, 2, 7, 8, 9, 100, 1000, 20_000]))
+    size = int(rng.choice([1, 2, 7, 9, 100, 1000, 20_000, 100_003]))
     count = int(rng.integers(1, 4))
     columns = tuple(random_column(rng, size) for _ in range(count))
     descending = [bool(x) for x in rng.integers(0, 2, count)]
@@ -92,31 +90,6 @@ def test_random_columns_are_sorted_like_lexsort(seed):
         assignment=["contiguous", "interleaved"][seed % 2],
     )
     assert_sorted(result, columns, descending)
-
-
-def named_keys(size):
-    rng = np.random.default_rng(0)
-    uniform = rng.integers(0, 2**31 - 1, size, np.int32)
-    floats = rng.standard_normal(size).astype(np.float32)
-    return {
-        "uniform": uniform,
-        "90% equal": np.where(rng.random(size) < 0.9, 7, uniform),
-        "all equal": np.full(size, 7),
-        "sorted": np.sort(uniform),
-        "reversed": np.sort(uniform)[::-1],
-        "with NaN": np.where(rng.random(size) < 0.3, np.float32(np.nan), floats),
-        "all NaN": np.full(size, np.nan),
-        "organ pipe": np.abs(np.arange(size) - size // 2),
-    }
-
-
-@pytest.mark.parametrize("name", named_keys(1))
-@pytest.mark.parametrize("count", MARKED_DEVICES)
-def test_keys_of_every_kind_are_sorted(name, count):
-    keys = named_keys(100_003)[name]
-    for descending in (False, True):
-        result = sample_sort(keys, mesh_of(count), descending=descending)
-        assert_sorted(result, [keys], [descending])
 
 
 @pytest.mark.parametrize("assignment", ["contiguous", "interleaved"])
