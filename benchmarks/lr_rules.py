@@ -26,6 +26,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -50,6 +52,43 @@ class Method:
 
     schedule: Callable[[int], jb.BatchSchedule]
     tx: optax.GradientTransformation
+
+
+def scale_by_adam_sde(
+    base: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """Returns Adam whose constants follow the batch size (arXiv:2205.10287).
+
+    With k times the examples, the learning rate is multiplied by sqrt(k), 1 - b1 and
+    1 - b2 by k, and eps by 1 / sqrt(k).
+    """
+
+    def average(new: Any, old: Any, gain: jax.Array) -> Any:
+        return jax.tree.map(lambda x, y: y + gain * (x - y), new, old)
+
+    def init(params: Any) -> Any:
+        zeros = optax.tree.zeros_like(params)
+        # The averages, and the total weight of the gradients in each of them.
+        return (zeros, jnp.zeros(())), (zeros, jnp.zeros(()))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        ratio = extra["num_examples"] / base
+        squares = jax.tree.map(jnp.square, grads)
+        state = tuple(
+            average((x, jnp.ones(())), old, jnp.minimum(1, ratio * (1 - b)))
+            for x, old, b in zip((grads, squares), state, (b1, b2), strict=True)
+        )
+        (mu, mu_weight), (nu, nu_weight) = state
+        root = jnp.sqrt(ratio)
+        updates = jax.tree.map(
+            lambda m, n: (
+                root * (m / mu_weight) / (jnp.sqrt(n / nu_weight) + eps / root)
+            ),
+            *(mu, nu),
+        )
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 class Training:
@@ -107,7 +146,7 @@ class Training:
         @optax.inject_hyperparams
         def sde(learning_rate: Any) -> optax.GradientTransformation:
             return optax.chain(
-                jb.optim.scale_by_adam_sde(base_examples=base, **_ADAM),
+                scale_by_adam_sde(base, **_ADAM),
                 optax.add_decayed_weights(_DECAY),
                 optax.scale_by_learning_rate(learning_rate),
             )

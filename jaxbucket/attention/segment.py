@@ -114,41 +114,27 @@ def _is_for_gpus() -> bool:
 def _check(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
 ) -> None:
-    if query.ndim != 4:
+    if query.ndim != 4 or not jnp.issubdtype(query.dtype, jnp.floating):
         raise ValueError(
-            f"`query` has shape {query.shape}. Pass [B, T, N, H]: batch, tokens, heads "
-            "and width."
-        )
-    if 0 in query.shape:
-        raise ValueError(
-            f"`query` has shape {query.shape}, and no axis may be empty. Leave out "
-            "empty batches."
+            f"`query` is {query.dtype}{list(query.shape)}. Pass floating point numbers "
+            "[B, T, N, H]: batch, tokens, heads and width."
         )
     size, seq_len, heads, width = query.shape
+    wanted = (query.dtype, size, seq_len, width)
     for name, x in (("key", key), ("value", value)):
-        if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != (size, seq_len, width):
+        if x.ndim != 4 or (x.dtype, *x.shape[:2], x.shape[3]) != wanted:
             raise ValueError(
-                f"`{name}` has shape {x.shape}, which does not match `query` of shape "
-                f"{query.shape}. Pass [{size}, {seq_len}, heads, {width}]."
-            )
-        if x.dtype != query.dtype:
-            raise ValueError(
-                f"`{name}` is {x.dtype}, but `query` is {query.dtype}. Cast one of "
-                "them."
+                f"`{name}` is {x.dtype}{list(x.shape)}, which does not match `query`. "
+                f"Pass {query.dtype} [{size}, {seq_len}, heads, {width}]."
             )
     if key.shape != value.shape or heads % key.shape[2]:
         raise ValueError(
             f"`key` has {key.shape[2]} heads and `value` has {value.shape[2]}. Pass "
             f"equal numbers that divide the {heads} heads of `query`."
         )
-    if not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(f"`query` is {query.dtype}. Pass floating point numbers.")
-    if segment_ids.shape != (size, seq_len):
+    is_integer = jnp.issubdtype(segment_ids.dtype, jnp.integer)
+    if segment_ids.shape != (size, seq_len) or not is_integer:
         raise ValueError(
-            f"`segment_ids` has shape {segment_ids.shape}. Pass one id for each token, "
-            f"[{size}, {seq_len}]."
-        )
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise ValueError(
-            f"`segment_ids` is {segment_ids.dtype}. Pass integers, with 0 for padding."
+            f"`segment_ids` is {segment_ids.dtype}{list(segment_ids.shape)}. Pass an "
+            f"integer for each token, [{size}, {seq_len}], with 0 for padding."
         )

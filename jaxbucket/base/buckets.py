@@ -204,13 +204,11 @@ class BucketPlan:
 
     @property
     def unpacked(self) -> BucketPlan:
-        """The same shapes for rows of one example."""
+        """The same shapes for rows of one example, or for lengths of packed rows."""
         return dataclasses.replace(self, packed=False)
 
-    @property
-    def of_rows(self) -> BucketPlan:
-        """The same shapes for the lengths of packed rows, all of which they hold."""
-        return dataclasses.replace(self, packed=False)
+    # What `schedule` calls it.
+    of_rows = unpacked
 
     @property
     def max_seq_len(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike
 
 MAX_LENGTH = 2**31 - 1
 MAX_ACCUMULATE = 2**16
+MAX_FLOAT = sys.float_info.max
 # Half the range of int64, so that the sum of two counts does not overflow.
 MAX_COUNT = 2**62
 
@@ -28,21 +30,12 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
       ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
         or holds a value below 1 or above 2**31 - 1.
     """
-    if isinstance(lengths, Mapping):
-        raise ValueError(
-            f"`lengths` is a mapping with the keys {list(lengths)}. Pass one length "
-            "per example, [N]. For examples with several sequences, plan buckets that "
-            "have a T for each."
-        )
-    try:
-        array = np.asarray(lengths)
-    except ValueError:
-        raise ValueError(
-            "`lengths` is ragged. Pass one length per example, [N]."
-        ) from None
+    array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(
-            f"`lengths` has shape {array.shape}. Pass one length per example, [N]."
+            f"`lengths` is {with_article(lengths)} of shape {array.shape}. Pass one "
+            "length per example, [N]. For examples with several sequences, plan "
+            "buckets that have a T for each."
         )
     if array.size == 0:
         raise ValueError(
@@ -50,7 +43,11 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
         )
     # By kind, because numpy also treats timedelta64 as an integer dtype.
     if array.dtype.kind not in "iu":
-        raise ValueError(_not_integers(lengths, array))
+        raise ValueError(
+            f"`lengths` has dtype {array.dtype}, and `lengths[0]={array[0]!r}` is not "
+            "an integer. Convert lengths to tokens, frames or bytes, and then with "
+            "`np.asarray(lengths, np.int32)`."
+        )
     low, high = int(array.min()), int(array.max())
     if low < 1 or high > MAX_LENGTH:
         bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
@@ -62,57 +59,18 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
 
 
-def _not_integers(lengths: ArrayLike, array: np.ndarray) -> str:
-    """Returns the error message for lengths that are not integers.
-
-    Args:
-      lengths: the user's argument, an array or a sequence.
-      array: the same as an array.
-    """
-    if np.issubdtype(array.dtype, np.floating):
-        odd = ~np.isfinite(array) | (array != np.floor(array))
-        if odd.any():
-            return _not_an_integer(array, int(np.argmax(odd)))
-    if array.dtype.kind in "SUT":
-        return (
-            f"`lengths[0]={array.tolist()[0]!r}` is a string, but lengths must be "
-            "integers. Pass the length of each example."
-        )
-    if array.dtype.kind in "mM":
-        return (
-            f"`lengths` has dtype {array.dtype}, which represents time. Pass integers, "
-            "for example `lengths.astype(np.int64)`."
-        )
-    convert = "np.asarray(lengths, np.int32)"
-    if hasattr(lengths, "astype"):
-        convert = "lengths.astype(np.int32)"
-    return f"`lengths` has dtype {array.dtype}, not an integer dtype. Pass `{convert}`."
-
-
-def _not_an_integer(array: np.ndarray, index: int) -> str:
-    """Returns the error message for a float that is not an integer."""
-    remedy = "Convert the lengths to tokens, frames or bytes first."
-    if not np.isfinite(array[index]):
-        remedy = "Measure the example again, or remove it."
-    return f"`lengths[{index}]={array[index]}` is not an integer. {remedy}"
-
-
 def overlong_message(
     lengths: np.ndarray, max_seq_len: int, sequence: str | None = None
 ) -> str:
     """Returns the error message for an example longer than the last bucket."""
     example = int(np.argmax(lengths > max_seq_len))
-    name, where = "", "the last bucket"
-    if sequence is not None:
-        name, where = f"[{sequence!r}]", "all buckets"
-    choices = ["drop", "truncate", "truncate_left"]
-    if sequence is None:
-        choices.append("split")
-    *others, last = (f"`overlong={policy!r}`" for policy in choices)
+    name = "" if sequence is None else f"[{sequence!r}]"
+    where = "the last bucket" if sequence is None else "all buckets"
+    split = ", or 'split'" if sequence is None else ""
     return (
         f"`lengths{name}[{example}]={lengths[example]}` is beyond {where}, "
         f"`seq_len{name}={max_seq_len}`. Plan with a larger `max_seq_len`, or with "
-        f"{', '.join(others)} or {last}."
+        f"`overlong=` 'drop', 'truncate' or 'truncate_left'{split}."
     )
 
 
@@ -192,7 +150,7 @@ def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
 
 def check_cost(name: str, value: Any) -> float:
     """Returns `value` as a float whose sums stay finite, or raises a ValueError."""
-    number = check_number(name, value)
+    number = check_float(name, value)
     if not 1e-100 <= number <= 1e100:
         raise ValueError(
             f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Use a "
@@ -201,40 +159,43 @@ def check_cost(name: str, value: Any) -> float:
     return number
 
 
-def check_number(name: str, value: Any) -> float:
-    """Returns `value` as a positive, finite float, or raises a ValueError."""
+def check_float(
+    name: str, value: Any, *, least: float | None = None, most: float = MAX_FLOAT
+) -> float:
+    """Returns `value` as a float, or raises a ValueError.
+
+    Example:
+      >>> check_float("share", np.float32(0.5), least=0, most=1)
+      0.5
+
+    Args:
+      name: the name of the argument, for messages.
+      value: a number, or an array of one number.
+      least: the smallest value; by default, the value must be positive.
+      most: the largest value; by default, the value must be finite.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not 0 < number < math.inf or isinstance(value, bool | str):
-        raise ValueError(f"`{name}={value!r}` must be a positive, finite number.")
+    above = number > 0 if least is None else number >= least
+    if not (above and number <= most) or isinstance(value, bool | np.bool_ | str):
+        needed = "positive, finite number" if least is None else f"number from {least}"
+        if math.isfinite(most) and most < MAX_FLOAT:
+            needed = (
+                f"{'share' if most == 1 else 'number'}, from {least or 0} to {most}"
+            )
+        raise ValueError(f"`{name}={value!r}` must be a {needed}.")
     return number
 
 
-def check_seconds(name: str, value: Any) -> float:
-    """Returns `value` as a float of at least 0, or raises a ValueError."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not number >= 0 or isinstance(value, bool | str):
-        raise ValueError(
-            f"`{name}={value!r}` is not a number of seconds. Pass 0 or more, such as "
-            "30.0."
-        )
-    return number
+# What `plan`, `packing` and `schedule` call it.
+check_number = check_float
 
 
 def check_share(name: str, value: Any) -> float:
     """Returns `value` as a float from 0 to 1, or raises a ValueError."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 <= number <= 1 or isinstance(value, bool | str):
-        raise ValueError(f"`{name}={value!r}` must be a share, from 0 to 1.")
-    return number
+    return check_float(name, value, least=0, most=1)
 
 
 def check_accumulate(accumulate: Any) -> int:

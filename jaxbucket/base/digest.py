@@ -1,11 +1,24 @@
-"""A digest of bytes."""
+"""Digests of bytes and of files."""
 
 import hashlib
+import os
+import pathlib
+from typing import Any
 
 
 def digest(*parts: bytes | memoryview) -> str:
     """Returns the BLAKE2b digest of the concatenated parts, 32 hex digits."""
-    state = hashlib.blake2b(digest_size=16)
+    state = _new_state()
     for part in parts:
         state.update(part)
     return state.hexdigest()
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Returns the BLAKE2b digest of a file, 32 hex digits."""
+    with pathlib.Path(path).open("rb") as file:
+        return hashlib.file_digest(file, _new_state).hexdigest()
+
+
+def _new_state() -> Any:
+    return hashlib.blake2b(digest_size=16)

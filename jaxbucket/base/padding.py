@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
@@ -20,12 +19,6 @@ def check_pad_value(pad_value: PadValue) -> float | dict[str, float]:
     """
     if not isinstance(pad_value, Mapping):
         return _number("pad_value", pad_value)
-    invalid = [name for name in pad_value if not isinstance(name, str)]
-    if invalid:
-        raise ValueError(
-            f"`pad_value` names {invalid}, which are not strings. Use feature names as "
-            "keys."
-        )
     names = sorted(pad_value)
     return {name: _number(f"pad_value[{name!r}]", pad_value[name]) for name in names}
 
@@ -128,23 +121,9 @@ def _is_held(value: float, pad: np.ndarray) -> bool:
         return int(pad) == value
     if issubclass(pad.dtype.type, np.void):
         return True
-    if math.isnan(value):
-        return bool(np.isnan(pad))
-    if math.isinf(value):
-        return bool(np.isinf(pad))
-    return bool(np.isfinite(pad)) and abs(value) <= _largest(pad.dtype)
+    return all(kind(pad) == kind(float(value)) for kind in (np.isfinite, np.isnan))
 
 
 def _is_integral(dtype: np.dtype) -> bool:
     # The integers of ml_dtypes, such as int4, can only be identified by name.
     return dtype.kind in "biu" or dtype.name.startswith(("int", "uint"))
-
-
-def _largest(dtype: np.dtype) -> float:
-    if dtype.type.__module__ == "numpy":
-        # In numpy, a value that is too large becomes infinite. The narrow dtypes of
-        # ml_dtypes saturate instead: 4-bit floats at 6.0.
-        return math.inf
-    import ml_dtypes
-
-    return float(ml_dtypes.finfo(dtype).max)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +85,8 @@ def permute(index: np.ndarray, size: int, key: int) -> np.ndarray:
     if len(index) <= _FEW:
         out = np.array([_encrypt_one(int(i), sides, keys) for i in index], np.int64)
     else:
-        out = _encrypt(index.astype(np.uint64), sides, keys).astype(np.int64)
+        unsigned = np.uint64(sides[0]), np.uint64(sides[1])
+        out = _encrypt(index.astype(np.uint64), unsigned, keys).astype(np.int64)
     for i in np.flatnonzero(out >= size):
         while out[i] >= size:
             out[i] = _encrypt_one(int(out[i]), sides, keys)
@@ -130,14 +133,9 @@ def _table(size: int, key: int) -> np.ndarray:
 def _encrypt_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Does the same as `_encrypt`, with a different size and key for each index."""
     width = np.sqrt(sizes - 1).astype(np.int64) + 1
-    sides = (width.astype(np.uint64), (-(-sizes // width)).astype(np.uint64))
-    halves = [*np.divmod(index.astype(np.uint64), sides[1])]
-    for turn in range(_ROUNDS):
-        changed, kept = turn % 2, 1 - turn % 2
-        shifted = _hash(halves[kept], _fold_each(keys, turn)) >> _HALF_WORD
-        shifted = (shifted * sides[changed] >> _HALF_WORD) + halves[changed]
-        halves[changed] = np.minimum(shifted, shifted - sides[changed])
-    return (halves[0] * sides[1] + halves[1]).astype(np.int64)
+    sides = width.astype(np.uint64), (-(-sizes // width)).astype(np.uint64)
+    each = (_fold_each(keys, turn) for turn in range(_ROUNDS))
+    return _encrypt(index.astype(np.uint64), sides, each).astype(np.int64)
 
 
 def _fold_each(keys: np.ndarray, *numbers: int) -> np.ndarray:
@@ -158,13 +156,19 @@ def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:
     return halves[0] * sides[1] + halves[1]
 
 
-def _encrypt(index: np.ndarray, sides: tuple[int, int], keys: list[int]) -> np.ndarray:
-    """Applies a bijection of `range(sides[0] * sides[1])` to `[n]` uint64."""
-    high = index // np.uint64(sides[1])
-    halves = [high, index - high * np.uint64(sides[1])]
+def _encrypt(index: np.ndarray, sides: Any, keys: Iterable[Any]) -> np.ndarray:
+    """Applies a bijection of `range(sides[0] * sides[1])` to `[n]` uint64.
+
+    Args:
+      index: `[n]` uint64.
+      sides: two uint64, or two `[n]` uint64.
+      keys: a key for each round, an integer or `[n]` uint64.
+    """
+    high = index // sides[1]
+    halves = [high, index - high * sides[1]]
     for turn, key in enumerate(keys):
         changed, kept = turn % 2, 1 - turn % 2
-        side = np.uint64(sides[changed])
+        side = sides[changed]
         shifted = _hash(halves[kept], key)
         # The high 32 bits are scaled to [0, side), which is far cheaper than a
         # remainder (Lemire, "Fast Random Integer Generation in an Interval", 2019).
@@ -175,7 +179,7 @@ def _encrypt(index: np.ndarray, sides: tuple[int, int], keys: list[int]) -> np.n
         # This is the sum modulo side: if the sum is below side, the subtraction wraps
         # around to a huge number, and the minimum is the sum.
         halves[changed] = np.minimum(shifted, shifted - side)
-    return halves[0] * np.uint64(sides[1]) + halves[1]
+    return halves[0] * sides[1] + halves[1]
 
 
 def _hash(values: np.ndarray, key: int | np.ndarray) -> np.ndarray:

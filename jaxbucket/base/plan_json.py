@@ -11,8 +11,7 @@ from jaxbucket.base.sizes import PerSequence
 if TYPE_CHECKING:
     from jaxbucket.base.buckets import BucketPlan
 
-_FORMAT = "jaxbucket.BucketPlan"
-_VERSION = 1
+_HEADER = {"format": "jaxbucket.BucketPlan", "version": 1}
 _REMEDY = "Write the plan again with `plan.to_json()`."
 
 
@@ -25,7 +24,7 @@ def write(plan: BucketPlan) -> str:
     values = {
         x: dict(y) if isinstance(y, PerSequence) else y for x, y in fields.items()
     }
-    return json.dumps({"format": _FORMAT, "version": _VERSION, **values})
+    return json.dumps({**_HEADER, **values})
 
 
 def read(text: str, names: list[str]) -> dict[str, Any]:
@@ -45,23 +44,16 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
         fields = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"The plan is not valid JSON ({error}). {_REMEDY}") from None
-    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
-        raise ValueError(f'The JSON has no "format": "{_FORMAT}". {_REMEDY}')
-    if fields.get("version") != _VERSION:
+    if not isinstance(fields, dict) or any(
+        fields.get(x) != _HEADER[x] for x in _HEADER
+    ):
+        raise ValueError(f"The JSON is no plan with {_HEADER}. {_REMEDY}")
+    plan = {name: fields[name] for name in fields.keys() - {*_HEADER, "notes"}}
+    if wrong := sorted(plan.keys() ^ set(names)):
         raise ValueError(
-            f"The plan has version {fields.get('version')!r}; this jaxbucket reads "
-            f"version {_VERSION}. {_REMEDY}"
+            f"The plan has fields that are missing or unknown: {wrong}. It must have "
+            f"{names}; anything else goes into 'notes'."
         )
-    known = ("format", "version", "notes", *names)
-    if unknown := [name for name in fields if name not in known]:
-        raise ValueError(
-            f"The plan has the unknown fields {unknown}. Correct their names, which "
-            f"are among {list(known)}, or move them into 'notes'."
-        )
-    try:
-        plan = {name: fields[name] for name in names}
-    except KeyError as error:
-        raise ValueError(f"The plan has no field {error}. {_REMEDY}") from None
     pairs = plan["buckets"]
     if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
         raise ValueError(

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import secrets
 import sys
 from collections.abc import Iterator
 from typing import IO, Any
@@ -14,6 +13,7 @@ from typing import IO, Any
 import click
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.files import complete
 from jaxbucket.plan.reports.epoch import Report
 
 # Outside of a terminal, text is wrapped at this width.
@@ -139,19 +139,12 @@ def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
     path = _resolved(path)
     # A pipe or a device cannot be replaced by a file.
     in_place = path.exists() and not path.is_file()
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with path.open("wb") if in_place else partial.open("xb") as file:
-            yield file
-            file.flush()
-            if not in_place:
-                os.fsync(file.fileno())
-        if not in_place:
-            partial.replace(path)
+        with contextlib.nullcontext(path) if in_place else complete(path) as draft:
+            with draft.open("wb") as file:
+                yield file
     except OSError as error:
         raise ValueError(f"`{name}={path}` cannot be written: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

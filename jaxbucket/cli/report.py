@@ -80,7 +80,7 @@ def report_packed(
       packing: the rows.
       options: the options of `report`.
     """
-    epoch = report_of(plan.of_rows, packing.row_lengths, **options)
+    epoch = report_of(plan.unpacked, packing.row_lengths, **options)
     # The mean over epochs, if rows are dropped.
     examples = round(epoch.examples / packing.num_rows * packing.num_examples)
     changes = changed_examples(plan, lengths)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,6 @@ import pickle
 import platform
 import tempfile
 import time
-import uuid
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -31,6 +29,8 @@ import jaxlib
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from jaxbucket.base.digest import digest
+from jaxbucket.base.files import complete
 from jaxbucket.base.version import __version__
 from jaxbucket.compile.report import ProgramReport
 
@@ -84,8 +84,7 @@ class Executables:
         devices = [f"{device.device_kind} {device.id}" for device in self._devices]
         stages = [_description(stage) for stage in _stages(lowered)]
         key = [self._facts, jax.process_index(), devices, stages]
-        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-        return self._folder / f"{digest[:32]}{_SUFFIX}"
+        return self._folder / f"{digest(json.dumps(key).encode())}{_SUFFIX}"
 
     def load(
         self, path: pathlib.Path, lowered: Any, report: ProgramReport
@@ -264,7 +263,7 @@ def _processor() -> str:
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         flags = next((x for x in lines if x.startswith(("flags", "Features"))), flags)
-    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+    return f"{platform.machine()} {digest(flags.encode())[:8]}"
 
 
 def _difference(headers: Sequence[dict[str, Any]], facts: dict[str, str]) -> str:
@@ -309,18 +308,13 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
 
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a file atomically, even if other processes write the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_bytes(_checksum(path, content) + b"\n" + content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with complete(path) as draft:
+        draft.write_bytes(_checksum(path, content) + b"\n" + content)
 
 
 def _checksum(path: pathlib.Path, content: bytes) -> bytes:
     # With the name, so that a renamed file is not taken for another program.
-    return hashlib.sha256(path.name.encode() + content).hexdigest().encode()
+    return digest(path.name.encode(), content).encode()
 
 
 def _warn(message: str) -> None:

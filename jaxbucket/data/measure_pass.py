@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
+from jaxbucket.base.files import complete
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.pool import Span, map_spans
@@ -193,13 +193,8 @@ class PassOptions:
         path = self._path(span)
         if path is None:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        with draft.open("wb") as file:
+        with complete(path) as draft, draft.open("wb") as file:
             np.save(file, values)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
 
 
 def share_of(size: int, group: ProcessGroup) -> tuple[int, int]:

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH
+from jaxbucket.base.digest import file_digest
 from jaxbucket.data.token_index import (
     OFFSETS,
     array_path,
-    file_digest,
     index_fingerprint,
     map_array,
     read_index,

@@ -6,7 +6,6 @@ pages, which are compared whenever the token file is opened.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.digest import digest
+from jaxbucket.base.digest import digest, file_digest
 
 OFFSETS = "offsets"
 
@@ -45,28 +44,17 @@ def array_path(folder: pathlib.Path, name: str) -> pathlib.Path:
     return folder / f"{name}.npy"
 
 
-def file_digest(path: pathlib.Path) -> str:
-    """Returns the digest of a whole file, 32 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, _new_hasher).hexdigest()
-
-
 def _pages_digest(path: pathlib.Path) -> str:
     """Returns the digest of the size and of 16 evenly spaced pages of a file."""
-    hasher = _new_hasher()
     size = path.stat().st_size
-    hasher.update(str(size).encode())
     last = max(0, size - _PAGE_BYTES)
+    pages = []
     with path.open("rb") as file:
         for page in range(_PAGES):
             # In a small file the pages overlap and cover all of it.
             file.seek(last * page // (_PAGES - 1))
-            hasher.update(file.read(_PAGE_BYTES))
-    return hasher.hexdigest()
-
-
-def _new_hasher() -> Any:
-    return hashlib.blake2b(digest_size=16)
+            pages.append(file.read(_PAGE_BYTES))
+    return digest(str(size).encode(), *pages)
 
 
 def index_fingerprint(index: Mapping[str, Any]) -> str:

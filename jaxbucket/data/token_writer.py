@@ -6,14 +6,13 @@ import contextlib
 import itertools
 import os
 import pathlib
-import shutil
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import IO
 
 import numpy as np
 
 from jaxbucket.base.checks import MAX_LENGTH
+from jaxbucket.base.files import complete
 from jaxbucket.data.example import (
     Example,
     as_arrays,
@@ -60,15 +59,9 @@ def write_token_file(
     path = pathlib.Path(path)
     if path.exists():
         raise ValueError(f"`path={str(path)!r}` already exists. Pass a new path.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    draft.mkdir()
-    try:
+    with complete(path) as draft:
+        draft.mkdir()
         write_index(draft, *_write(draft, examples, sequences))
-        os.rename(draft, path)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     return TokenFile(path)
 
 

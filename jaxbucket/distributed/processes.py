@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from jaxbucket.base.checks import check_number
+from jaxbucket.base.checks import check_float
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.agreement import differences, job_config, list_processes
 from jaxbucket.distributed.connection import connect, read_settings
@@ -94,8 +94,8 @@ class Processes:
         timeout: float = 60.0,
         start_timeout: float = 300.0,
     ):
-        self._timeout = math.ceil(check_number("timeout", timeout))
-        self._start_timeout = math.ceil(check_number("start_timeout", start_timeout))
+        self._timeout = math.ceil(check_float("timeout", timeout))
+        self._start_timeout = math.ceil(check_float("start_timeout", start_timeout))
         self._settings = None
         # If the processes are connected already, the settings are not needed.
         if not jax.distributed.is_initialized():

@@ -15,14 +15,12 @@ it for optimizers that are not linear: Adafactor with momentum or weight decay a
 whose state depends on earlier learning rates; Fromage, which uses its square; and
 Polyak's step and Rprop, which use it only as a bound or an initial value.
 
-`schedule_by_work` counts examples or tokens instead of steps, and `scale_by_adam_sde`
-adapts Adam's moment estimates to the batch size.
+`schedule_by_work` counts examples or tokens instead of steps.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
-    from jaxbucket.optim.adam_sde import scale_by_adam_sde as scale_by_adam_sde
     from jaxbucket.optim.batch_size import scale_by_batch_size as scale_by_batch_size
     from jaxbucket.optim.linearity import is_linear_in_lr as is_linear_in_lr
     from jaxbucket.optim.schedules import scale_schedule as scale_schedule

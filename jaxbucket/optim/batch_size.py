@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.base.checks import check_number
+from jaxbucket.base.checks import check_float
 from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.optim.scaling_rules import BatchScaling, Rule
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
@@ -109,7 +109,7 @@ def scale_by_batch_size(
             "it to `optax.inject_hyperparams`, and omit it here."
         )
     if learning_rate is not None and not callable(learning_rate):
-        learning_rate = check_number("learning_rate", learning_rate)
+        learning_rate = check_float("learning_rate", learning_rate)
 
     def init(params: optax.Params) -> Any:
         del params

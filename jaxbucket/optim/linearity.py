@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxbucket.base.checks import check_number
+from jaxbucket.base.checks import check_float
 
 _STEPS = 6
 # Above the rounding errors of float32, below the effect of an old learning rate.
@@ -48,7 +48,7 @@ def is_linear_in_lr(
     Raises:
       ValueError: if `learning_rate` is not positive, or `make_tx` is not a function.
     """
-    rate = check_number("learning_rate", learning_rate)
+    rate = check_float("learning_rate", learning_rate)
     if not callable(make_tx):
         raise ValueError(
             f"`make_tx` is a {type(make_tx).__name__}. Pass a function from a learning "

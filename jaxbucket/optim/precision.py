@@ -19,28 +19,7 @@ def at_least_float32(value: jax.Array) -> jax.Array:
 
     Half precision is too coarse to sum 1,000 gradients.
     """
-    return value.astype(widest(jnp.float32, value.dtype))
-
-
-def widest(*dtypes: Any) -> Any:
-    """Returns the widest of some dtypes, also if promotion is strict."""
-    return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
-
-
-def moved_toward(old: jax.Array, new: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns `(1 - weight) * old + weight * new`, rounded in proportion to the result.
-
-    Args:
-      old: an average.
-      new: the value to include, in the dtype of `old`.
-      weight: `[]` the weight of the value, from 0 to 1.
-    """
-    is_small, weight = weight < 0.5, weight.astype(old.dtype)
-    # `1 - weight` is exact only for weights of 1/2 or more. With these, the difference
-    # would lose the digits of a `new` that is much smaller than `old`.
-    return jnp.where(
-        is_small, old + weight * (new - old), (1 - weight) * old + weight * new
-    )
+    return value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
 
 
 def computes_in(dtype: Any, pull_back: Any, cotangent: jax.Array) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxbucket.base.checks import check_float
 from jaxbucket.optim.precision import wide_float
 
 Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
@@ -80,27 +80,20 @@ class BatchScaling:
             listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
             raise ValueError(f"{listed}: pass exactly one of them.")
         (name,) = names
-        base = bases[name]
-        if not _is_number(base) or not 0 < base < math.inf:  # pyright: ignore
-            raise ValueError(f"`{name}={base!r}` must be a positive number.")
         if not callable(rule) and (not isinstance(rule, str) or rule not in _RULES):
             raise ValueError(
                 f"`rule={rule!r}` is unknown. Choose one of {sorted(_RULES)}, or pass "
                 "a function from ratio to factor."
             )
-        bounds = (min_factor, max_factor)
-        in_order = all(map(_is_number, bounds)) and 0 <= min_factor <= max_factor
-        if not in_order or min_factor == math.inf:
-            raise ValueError(
-                f"`min_factor={min_factor!r}`, `max_factor={max_factor!r}`: pass "
-                "numbers with 0 <= `min_factor` <= `max_factor`."
-            )
+        min_factor = check_float("min_factor", min_factor, least=0)
         return cls(
             size=_SIZES[name],
-            base=float(base),  # pyright: ignore
+            base=check_float(name, bases[name]),
             rule=rule if callable(rule) else _RULES[rule],
-            min_factor=float(min_factor),
-            max_factor=float(max_factor),
+            min_factor=min_factor,
+            max_factor=check_float(
+                "max_factor", max_factor, least=min_factor, most=math.inf
+            ),
         )
 
     def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
@@ -123,16 +116,9 @@ class BatchScaling:
     def factor(self, extra: Mapping[str, Any]) -> jax.Array:
         """Returns `[]`, the factor of the learning rate for this batch."""
         factor = self.rule(self.ratio(extra))
-        if not isinstance(factor, jax.Array | numbers.Real | np.ndarray):
-            raise ValueError(
-                f"`rule` returned a {type(factor).__name__}. Return one number."
-            )
+        if np.shape(factor) or factor is None:
+            raise ValueError(f"`rule` returned {factor!r}. Return one number.")
         factor = jnp.asarray(factor)
-        if factor.shape:
-            raise ValueError(
-                f"`rule` returned a factor of shape {list(factor.shape)}. Return one "
-                "number."
-            )
         if self.min_factor > 0 or self.max_factor < math.inf:
             factor = jnp.clip(factor, self.min_factor, self.max_factor)
         return factor
@@ -144,26 +130,15 @@ def check_size(name: str, size: Any) -> jax.Array | np.ndarray:
     Raises:
       ValueError: if it is not one number, or is known not to be a valid size.
     """
-    # Values on a device are not checked, because reading them would block the step.
-    if isinstance(size, jax.Array):
-        is_size = size.dtype != jnp.bool_
-    else:
-        is_size = _is_number(size) and 0 <= size < math.inf
-    if not is_size:
-        raise ValueError(
-            f"`{name}={size!r}` must be a finite, non-negative number, such as "
-            f"`batch.{name}`."
-        )
     if jnp.shape(size):
         raise ValueError(
             f"`{name}` has shape {list(jnp.shape(size))}. Pass one number for the "
             "whole global batch."
         )
-    return size if isinstance(size, jax.Array) else np.asarray(size)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, np.ndarray | jax.Array) and not value.shape:
-        value = value.item()
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and not math.isnan(value)
+    # Values on a device are not checked, because reading them would block the step.
+    if isinstance(size, jax.Array):
+        if size.dtype == jnp.bool_:
+            raise ValueError(f"`{name}` is a bool. Pass `batch.{name}`.")
+        return size
+    check_float(name, size, least=0)
+    return np.asarray(size)

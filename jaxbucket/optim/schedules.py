@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxbucket.base.checks import check_choice, check_number
+from jaxbucket.base.checks import check_choice, check_float
 from jaxbucket.optim.precision import wide_float
 from jaxbucket.optim.scaling_rules import BatchScaling, Rule, check_size
 
@@ -138,7 +138,7 @@ def scale_schedule(
             "multiplies both factors."
         )
     if not callable(schedule):
-        check_number("schedule", schedule)
+        check_float("schedule", schedule)
     scaling = BatchScaling.from_options(
         base_examples=base_examples,
         base_tokens=base_tokens,
@@ -270,8 +270,8 @@ def warmup_inverse_sqrt_schedule(
     Raises:
       ValueError: if an argument is not positive.
     """
-    peak_value = check_number("peak_value", peak_value)
-    warmup_steps = check_number("warmup_steps", warmup_steps)
+    peak_value = check_float("peak_value", peak_value)
+    warmup_steps = check_float("warmup_steps", warmup_steps)
 
     def schedule(count: Any) -> jax.Array:
         ratio = jnp.asarray(count).astype(wide_float()) / warmup_steps

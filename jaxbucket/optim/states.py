@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jaxbucket.optim.adam_sde import ScaleByAdamSdeState
 from jaxbucket.optim.batch_size import ScaleByBatchSizeState
 from jaxbucket.optim.schedules import ScaledScheduleState
 
@@ -45,9 +44,9 @@ def learning_rate_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
       A dict with "lr_factor", the product of all factors, if anything is scaled by the
       batch size; and "learning_rate", if `optax.inject_hyperparams`, `scale_schedule`
       or `scale_by_batch_size(learning_rate=...)` report it. The latter includes the
-      factors of later transformations in the chain and of `scale_by_adam_sde`.
+      factors of later transformations in the chain.
     """
-    rate, factors, sde_factors = None, [], []
+    rate, factors = None, []
     for state in _in_chain(opt_state):
         if isinstance(state, _Injected):
             injected = state.hyperparams.get("learning_rate")
@@ -59,14 +58,11 @@ def learning_rate_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
             factors.append(state.factor)
             # Before the learning rate, the transformation scales gradients.
             rate = state.learning_rate if rate is None else rate * state.factor
-        elif isinstance(state, ScaleByAdamSdeState):
-            factors.append(state.factor)
-            sde_factors.append(state.factor)
     values = {}
     if factors:
         values["lr_factor"] = functools.reduce(operator.mul, factors)
     if rate is not None:
-        values["learning_rate"] = functools.reduce(operator.mul, sde_factors, rate)
+        values["learning_rate"] = rate
     return values
 
 

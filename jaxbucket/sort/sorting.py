@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.sort.accelerator import can_sort_on_devices, sort_on_devices
 from jaxbucket.sort.collectives import Devices
-from jaxbucket.sort.composite import Composite
 from jaxbucket.sort.exchange import exchange_runs, is_skewed
-from jaxbucket.sort.key_layout import KeyLayout, gather_layout
-from jaxbucket.sort.local_keys import Keys
+from jaxbucket.sort.keys import Composite
+from jaxbucket.sort.layout import KeyLayout, Keys, gather_layout
 from jaxbucket.sort.splitters import cut_positions
 
 Assignment: TypeAlias = Literal["contiguous", "interleaved"]

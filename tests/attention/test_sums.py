@@ -83,5 +83,5 @@ def test_one_function_predicts_from_padded_and_packed_rows():
 
 def test_every_token_needs_a_number():
     batch = jb.data.collate_rows(examples(), jb.Bucket(4, 4))
-    with pytest.raises(ValueError, match=r"`x` has shape \[4\], .*here \[4, 4, '...'"):
+    with pytest.raises(ValueError, match="`x`"):
         example_sums(np.ones(4), batch, None)

@@ -1,5 +1,3 @@
-import re
-
 import jax
 import numpy as np
 import pytest
@@ -20,24 +18,20 @@ def test_a_shard_returns_the_rows_of_its_parts():
     np.testing.assert_array_equal(RowShard().rows(3), [0, 1, 2])
 
 
-@pytest.mark.parametrize("parts", [(), (1, 0), (0, 0), (-1,), (0, 3)])
-def test_an_invalid_shard_is_refused(parts):
-    message = f"`parts={parts}` must be ascending, distinct and in [0, 3)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        RowShard(parts, 3)
-    with pytest.raises(ValueError, match="`num_parts=0` must be a positive integer"):
-        RowShard(num_parts=0)
-    with pytest.raises(ValueError, match="`parts=0.5` is not an integer"):
-        RowShard((0.5,), 2)
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        *(({"parts": x}, "parts") for x in ((), (1, 0), (0, 0), (-1,), (0, 3), (0.5,))),
+        ({"num_parts": 0}, "num_parts"),
+    ],
+)
+def test_an_invalid_shard_is_refused(options, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        RowShard(**{"num_parts": 3, **options})
 
 
 def test_a_batch_size_that_the_parts_do_not_divide_is_refused():
-    message = (
-        "`batch_size=12` cannot be split into 8 equal parts along the mesh axes "
-        "('data',). Plan with `batch_size_multiple=8` or a multiple of it, or use a "
-        "number of devices that divides every B"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="`batch_size=12`"):
         RowShard((0,), 8, ("data",)).rows(12)
 
 
@@ -72,7 +66,7 @@ def test_as_dict_uses_the_names_of_grain_and_maxtext():
     maxtext = batch.as_dict("maxtext")
     assert set(maxtext) == {"x", "x_segmentation", "x_position"}
     assert maxtext["x_segmentation"] is batch.segment_ids["x"]
-    with pytest.raises(ValueError, match="`style='t5x'`: choose 'grain' or 'maxtext'"):
+    with pytest.raises(ValueError, match="`style"):
         batch.as_dict("t5x")
 
 

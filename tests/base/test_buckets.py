@@ -1,34 +1,32 @@
 import dataclasses
 import json
+import math
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
-from jaxbucket.base.sizes import Sizes
+from jaxbucket.base.checks import check_float
 
 PLAN = BucketPlan((Bucket(8, 128), Bucket(2, 512)), max_tokens=1024)
 PAIRS = BucketPlan((Bucket(8, {"a": 4, "b": 8}),), max_tokens=128)
 
-# Name -> lengths and the error message.
 BAD_LENGTHS = {
-    "empty": ([], "`lengths` is empty: there are no examples"),
-    "zero": ([3, 0], "`lengths[1]=0`: a length must be between 1"),
-    "negative": ([3, 4, -7], "`lengths[2]=-7`: a length must be between 1"),
-    "nan": ([3.0, np.nan], "`lengths[1]=nan` is not an integer. Measure the"),
-    "ragged": ([[1], [2, 3]], "`lengths` is ragged. Pass one length per example"),
-    "infinite": ([np.inf], "`lengths[0]=inf` is not an integer. Measure"),
-    "fraction": ([2.0, 2.5], "`lengths[1]=2.5` is not an integer. Convert the"),
-    "float": (np.ones(2), "dtype float64, not an integer dtype. Pass `lengths.astype"),
-    "floats": ([2.0, 3.0], "Pass `np.asarray(lengths, np.int32)`"),
-    "text": (["u0"], "`lengths[0]='u0'` is a string, but lengths must be integers."),
-    "bool": ([True, False], "`lengths` has dtype bool"),
-    "object": ([None, 3], "`lengths` has dtype object"),
-    "scalar": (5, "`lengths` has shape (). Pass one length per example"),
-    "table": ([[1, 2]], "`lengths` has shape (1, 2)"),
-    "huge": ([2**31], "`lengths[0]=2147483648`: a length must be between 1"),
-    "uint64": (np.array([2**63], np.uint64), "`lengths[0]=9223372036854775808`"),
+    "empty": [],
+    "zero": [3, 0],
+    "negative": [3, 4, -7],
+    "nan": [3.0, np.nan],
+    "float": np.ones(2),
+    "text": ["u0"],
+    "bool": [True, False],
+    "object": [None, 3],
+    "scalar": 5,
+    "mapping": {"a": [1], "b": [2]},
+    "table": [[1, 2]],
+    "huge": [2**31],
+    "uint64": np.array([2**63], np.uint64),
 }
 FUNCTIONS = {
     "plan_buckets": lambda lengths: plan_buckets(lengths, max_tokens=4096),
@@ -38,12 +36,38 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("bad", BAD_LENGTHS)
-def test_every_function_refuses_bad_lengths(function, bad):
-    lengths, message = BAD_LENGTHS[bad]
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FUNCTIONS[function](lengths)
+@pytest.mark.parametrize(
+    ("function", "bad"),
+    [
+        *(("assign", bad) for bad in BAD_LENGTHS),
+        *((function, bad) for function in FUNCTIONS for bad in ("zero", "float")),
+    ],
+)
+def test_bad_lengths_are_refused(function, bad):
+    with pytest.raises(ValueError, match="`lengths"):
+        FUNCTIONS[function](BAD_LENGTHS[bad])
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        *((x, {}) for x in (0, -1.0, math.nan, math.inf, True, np.True_, "3", None)),
+        *((x, {"least": 0, "most": 1}) for x in (-0.1, 1.1, math.nan)),
+        *((x, {"least": 0, "most": math.inf}) for x in (-1, math.nan)),
+        (10**400, {}),
+    ],
+)
+def test_bad_floats_are_refused(value, options):
+    with pytest.raises(ValueError, match=f"`rate={re.escape(repr(value))}"):
+        check_float("rate", value, **options)
+
+
+def test_any_number_is_a_float():
+    for value in (2, 2.0, np.float32(2), np.int64(2), np.asarray(2), Fraction(2)):
+        number = check_float("rate", value)
+        assert number == 2 and type(number) is float
+    assert check_float("rate", math.inf, least=0, most=math.inf) == math.inf
+    assert check_float("rate", 0, least=0) == 0
 
 
 @pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"])
@@ -66,19 +90,9 @@ def test_buckets_compare_and_sort_by_value():
         Bucket(8, 128).seq_len = 3
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (0, "`seq_len=0` must be a positive integer"),
-        (-3, "`seq_len=-3` must be a positive integer"),
-        (True, "`seq_len=True` must be a positive integer"),
-        (2.0, "`seq_len=2.0` is not an integer"),
-        ("8", "`seq_len='8'` is not an integer"),
-        (None, "`seq_len=None` is not an integer"),
-    ],
-)
-def test_an_invalid_bucket_is_refused(value, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+@pytest.mark.parametrize("value", [0, -3, True, 2.0, "8", None, 2**62])
+def test_an_invalid_bucket_is_refused(value):
+    with pytest.raises(ValueError, match="`seq_len"):
         Bucket(8, value)
 
 
@@ -100,42 +114,66 @@ def test_assign_returns_int16_for_long_arrays():
     np.testing.assert_array_equal(index, lengths > 128)
 
 
-def test_assign_refuses_lengths_beyond_the_last_bucket():
-    message = "`lengths[1]=513` is beyond the last bucket, `seq_len=512`. Plan with a"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        PLAN.assign([512, 513])
+PAIR = {"a": 9, "b": 9}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name"),
     [
-        ({"buckets": ()}, "`buckets` is empty. A plan needs at least one shape"),
-        ({"max_tokens": 1023}, "Bucket [8, 128] holds 1024 tokens, more than `max_t"),
-        ({"max_tokens": 0}, "`max_tokens=0` must be a positive integer"),
-        ({"max_tokens": 1e6}, "`max_tokens=1000000.0` is not an integer"),
-        ({"batch_size_multiple": 4}, "`batch_size=2` is not a multiple of `batch_siz"),
-        ({"seq_len_multiple": 256}, "`seq_len=128` is not a multiple of `seq_len_mul"),
-        (
-            {"overlong": "cut"},
-            "`overlong='cut'`: choose 'error', 'drop', 'truncate'",
-        ),
-        ({"buckets": PLAN.buckets[::-1]}, "seq_lens [512, 128]. Sort the buckets by"),
-        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "seq_lens [8, 8]. Sort the"),
+        ({"buckets": ()}, "buckets"),
+        ({"buckets": ((8, 4),)}, "buckets"),
+        ({"buckets": PLAN.buckets[::-1]}, "buckets"),
+        ({"buckets": (Bucket(1, 8), Bucket(2, 8))}, "buckets"),
+        ({"max_tokens": 1023}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1e6}, "max_tokens"),
+        ({"max_tokens": PAIR}, "max_tokens"),
+        ({"batch_size_multiple": 4}, "batch_size=2"),
+        ({"seq_len_multiple": 256}, "seq_len=128"),
+        ({"overlong": "cut"}, "overlong"),
+        ({"overlong": dict.fromkeys(PAIR, "drop")}, "overlong"),
     ],
 )
-def test_an_invalid_plan_is_refused(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_an_invalid_plan_is_refused(changes, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
         dataclasses.replace(PLAN, **changes)
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"max_tokens": {"a": 9, "b": 9}}, {"overlong": {"a": "drop", "b": "drop"}}],
+    ("changes", "name"),
+    [
+        ({"max_tokens": {"a": 99}}, "max_tokens"),
+        ({"max_tokens": {"a": 99, "b": 1}}, r"max_tokens\['b'\]"),
+        ({"seq_len_multiple": {"b": 1}}, "seq_len_multiple"),
+        ({"seq_len_multiple": {"a": 1, "b": 3}}, r"seq_len\['b'\]"),
+        ({"overlong": {"a": "drop"}}, "overlong"),
+        ({"overlong": "cut"}, r"overlong"),
+        ({"overlong": {"a": "cut", "b": "drop"}}, r"overlong\['a'\]"),
+        ({"overlong": "split"}, "overlong"),
+    ],
 )
-def test_a_plan_of_one_sequence_takes_no_mappings(changes):
-    message = r"`\w+=\{'a': .*\}` is a mapping, but the buckets have one sequence. Pass"
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(PLAN, **changes)
+def test_fields_that_do_not_fit_several_sequences_are_refused(changes, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        dataclasses.replace(PAIRS, **changes)
+
+
+@pytest.mark.parametrize("lengths", [{"a": [1]}, {}, [1], {"a": [1], "b": [1, 2]}])
+def test_lengths_of_other_sequences_are_refused(lengths):
+    with pytest.raises(ValueError, match="`lengths`"):
+        PAIRS.assign(lengths)
+
+
+@pytest.mark.parametrize(
+    ("plan", "lengths", "name"),
+    [
+        (PLAN, [512, 513], r"lengths\[1\]=513"),
+        (dataclasses.replace(PLAN, overlong="split"), [512, 513], r"lengths\[1\]=513"),
+        (PAIRS, {"a": [4, 4], "b": [8, 9]}, r"lengths\['b'\]\[1\]=9"),
+    ],
+)
+def test_lengths_beyond_the_last_bucket_are_refused(plan, lengths, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        plan.assign(lengths)
 
 
 def test_a_plan_with_too_many_shapes_for_int16_is_refused():
@@ -150,15 +188,6 @@ def test_the_remedy_for_a_bucket_over_budget_works():
     with pytest.raises(ValueError, match="Lower its `batch_size` to 7"):
         BucketPlan((Bucket(8, 128),), max_tokens=1000)
     BucketPlan((Bucket(7, 128),), max_tokens=1000)
-
-
-def test_a_budget_below_the_smallest_batch_size_has_another_remedy():
-    message = "than `max_tokens=500`. Lower its `seq_len`, or raise `max_tokens`."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        BucketPlan((Bucket(8, 128),), max_tokens=500, batch_size_multiple=4)
-    message = "`max_tokens['b']=1`. Lower its `seq_len`, or raise `max_tokens['b']`."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        BucketPlan(PAIRS.buckets, max_tokens=Sizes({"a": 99, "b": 1}))
 
 
 def test_from_json_inverts_to_json(problem):
@@ -201,43 +230,9 @@ def test_equal_policies_of_all_sequences_are_one_policy():
     assert BucketPlan.from_json(plans[1].to_json()) == plans[0]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": {"a": 99}}, "`max_tokens` has the sequences ['a'], but the fi"),
-        ({"seq_len_multiple": {"b": 1}}, "bucket has ['a', 'b']: 'a' is missing. Use "),
-        ({"overlong": {"a": "drop"}}, "`overlong` has the sequences ['a'], but the fi"),
-        ({"overlong": "cut"}, "'error', 'drop', 'truncate' or 'truncate_left'."),
-        ({"overlong": {"a": "cut", "b": "drop"}}, "'truncate' or 'truncate_left'."),
-        ({"overlong": "split"}, "`overlong='split'` requires examples with one seque"),
-    ],
-)
-def test_fields_that_do_not_fit_several_sequences_are_refused(fields, message):
-    text = json.dumps({**json.loads(PAIRS.to_json()), **fields})
-    with pytest.raises(ValueError, match=re.escape(message)):
-        BucketPlan.from_json(text)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "gap"),
-    [({"a": [1]}, "'b' is missing"), ({}, "'a' and 'b' are missing")],
-)
-def test_forgotten_sequences_are_named(lengths, gap):
-    message = f"`lengths` has the sequences {list(lengths)}, but the plan has ['a', 'b"
-    with pytest.raises(ValueError, match=f"{re.escape(message)}'.*: {gap}"):
-        PAIRS.assign(lengths)
-
-
-def test_every_truncated_json_is_refused():
-    text = PLAN.to_json()
-    for size in range(len(text)):
-        with pytest.raises(ValueError, match=r"not valid JSON.*Write the plan again"):
-            BucketPlan.from_json(text[:size])
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"format": "other"}'])
-def test_foreign_json_is_refused(text):
-    with pytest.raises(ValueError, match='no "format": "jaxbucket.BucketPlan"'):
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"format": "other"}'])
+def test_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(ValueError, match="JSON"):
         BucketPlan.from_json(text)
 
 
@@ -246,42 +241,25 @@ def edited(**changes) -> str:
     return json.dumps({k: v for k, v in fields.items() if v is not ...})
 
 
-def test_json_of_an_unknown_version_is_refused():
-    with pytest.raises(ValueError, match="version 4"):
-        BucketPlan.from_json(edited(version=4))
-
-
-def test_json_with_an_unknown_field_is_refused():
-    message = r"unknown fields \['max_ratios'\]. Correct .* 'packed'\]"
-    with pytest.raises(ValueError, match=message):
-        BucketPlan.from_json(edited(max_ratios=2))
-    noted = BucketPlan.from_json(edited(notes={"by": "seconds"}))
-    assert noted == BucketPlan.from_json(edited())
-
-
-@pytest.mark.parametrize("name", ["buckets", "max_tokens", "seq_len_multiple"])
-def test_json_without_a_field_is_refused(name):
-    with pytest.raises(ValueError, match=f"The plan has no field '{name}'"):
-        BucketPlan.from_json(edited(**{name: ...}))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"buckets": [[8]]}, "The plan's buckets are [[8]], not a list of [B, T]"),
-        ({"buckets": [[8, 128, 1]]}, "not a list of [B, T]"),
-        ({"buckets": 5}, "The plan's buckets are 5, not a list of [B, T]"),
-        ({"buckets": [[8, "128"]]}, "`seq_len='128'` is not an integer"),
-        ({"buckets": [[9, 128]]}, "holds 1152 tokens, more than `max_tokens=1024`"),
-        ({"max_tokens": None}, "`max_tokens=None` is not an integer"),
-        ({"overlong": []}, "`overlong=[]`: choose 'error', 'drop', 'truncate'"),
+        ({"version": 4}, "version"),
+        ({"max_ratios": 2}, "max_ratios"),
+        ({"max_tokens": ...}, "max_tokens"),
+        ({"buckets": ...}, "buckets"),
+        ({"buckets": [[8]]}, "buckets"),
+        ({"buckets": 5}, "buckets"),
+        ({"buckets": [[8, "128"]]}, "`seq_len='128'`"),
+        ({"buckets": [[9, 128]]}, "`max_tokens=1024`"),
+        ({"overlong": []}, "`overlong"),
     ],
 )
 def test_json_of_an_invalid_plan_is_refused(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         BucketPlan.from_json(edited(**changes))
 
 
-def test_buckets_must_have_the_type_bucket():
-    with pytest.raises(ValueError, match=r"`buckets` contains \(8, 4\). Use `Bucket"):
-        BucketPlan(((8, 4),), max_tokens=32)
+def test_json_may_have_notes():
+    noted = BucketPlan.from_json(edited(notes={"by": "seconds"}))
+    assert noted == BucketPlan.from_json(edited())

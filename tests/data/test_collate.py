@@ -198,9 +198,7 @@ def test_the_length_of_an_example_is_the_length_of_its_sequences():
         *(("c8", 1e39), (jnp.bfloat16, 1e39), (jnp.int4, 8)),
         *((jnp.float8_e4m3fn, float("inf")), (jnp.float8_e4m3fn, 2**64)),
         *((jnp.bfloat16, 10**400), (jnp.int4, 2**64), (jnp.int4, 10**400)),
-        # Dtypes without infinity saturate at their largest number.
-        *((jnp.float4_e2m1fn, 1e300), (jnp.float4_e2m1fn, 7), ("f2", 65520)),
-        *((ml_dtypes.float6_e2m3fn, -8), (ml_dtypes.float6_e2m3fn, float("inf"))),
+        *(("f2", 65520), (ml_dtypes.float6_e2m3fn, float("inf"))),
     ],
 )
 def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
@@ -255,7 +253,6 @@ def test_one_nonzero_number_for_several_features_is_refused():
         ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
         (None, "`pad_value=None` is not a number"),
         ([1, 2], "`pad_value=[1, 2]` is not a number"),
-        ({1: 2, "labels": 3}, "`pad_value` names [1], which are not strings"),
     ],
 )
 def test_a_pad_value_for_a_feature_that_is_not_padded_is_refused(pad_value, message):

@@ -12,14 +12,10 @@ from jaxbucket import data_mesh
 from jaxbucket.compile import count_compiles
 from jaxbucket.sort import SortedKeys, accelerator, sample_sort
 from jaxbucket.sort.collectives import Devices
-from jaxbucket.sort.composite import Column, Composite
 from jaxbucket.sort.exchange import chunk_capacity
+from jaxbucket.sort.keys import Column, Composite
 
 DEVICES = [1, 2, 3, 4, 8]
-MARKED_DEVICES = [
-    count if count in (1, 3, 8) else pytest.param(count, marks=pytest.mark.exhaustive)
-    for count in DEVICES
-]
 DTYPES = [np.dtype(x) for x in "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8".split()]
 
 
@@ -57,11 +53,13 @@ def mesh_of(count):
 
 def random_column(rng, size):
     dtype = rng.choice(DTYPES)
-    kind = rng.choice(["few", "same", "some", "sorted", "reversed", "all"])
+    kind = rng.choice(["few", "same", "most", "sorted", "reversed", "all"])
     keys = rng.integers(0, {"few": 3, "same": 1}.get(kind, 100), size)
     if kind == "all" and dtype.kind in "iu":
         ends = np.iinfo(dtype)
         keys = rng.integers(ends.min, ends.max, size, dtype, endpoint=True)
+    if kind == "most":
+        keys[rng.random(size) < 0.9] = 7
     if kind in ("sorted", "reversed"):
         keys = np.sort(keys)[:: 1 if kind == "sorted" else -1]
     keys = keys.astype(dtype)
@@ -75,13 +73,13 @@ def random_column(rng, size):
 @pytest.mark.parametrize(
     "seed",
     [
-        *range(50),
-        *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(50, 150)),
+        *range(30),
+        *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(30, 150)),
     ],
 )
 def test_random_columns_are_sorted_like_lexsort(seed):
     rng = np.random.default_rng(seed)
-    size = int(rng.choice([1, 2, 7, 8, 9, 100, 1000, 20_000]))
+    size = int(rng.choice([1, 2, 7, 9, 100, 1000, 20_000, 100_003]))
     count = int(rng.integers(1, 4))
     columns = tuple(random_column(rng, size) for _ in range(count))
     descending = [bool(x) for x in rng.integers(0, 2, count)]
@@ -92,37 +90,6 @@ def test_random_columns_are_sorted_like_lexsort(seed):
         assignment=["contiguous", "interleaved"][seed % 2],
     )
     assert_sorted(result, columns, descending)
-
-
-def named_keys(size):
-    rng = np.random.default_rng(0)
-    uniform = rng.integers(0, 2**31 - 1, size, np.int32)
-    floats = rng.standard_normal(size).astype(np.float32)
-    return {
-        "uniform": uniform,
-        "90% equal": np.where(rng.random(size) < 0.9, 7, uniform),
-        "all equal": np.full(size, 7),
-        "sorted": np.sort(uniform),
-        "reversed": np.sort(uniform)[::-1],
-        "with NaN": np.where(rng.random(size) < 0.3, np.float32(np.nan), floats),
-        "all NaN": np.full(size, np.nan),
-        "organ pipe": np.abs(np.arange(size) - size // 2),
-    }
-
-
-@pytest.mark.parametrize("name", named_keys(1))
-@pytest.mark.parametrize("count", MARKED_DEVICES)
-def test_keys_of_every_kind_are_sorted(name, count):
-    keys = named_keys(100_003)[name]
-    for descending in (False, True):
-        result = sample_sort(keys, mesh_of(count), descending=descending)
-        assert_sorted(result, [keys], [descending])
-
-
-@pytest.mark.parametrize("count", DEVICES)
-def test_real_lengths_are_sorted(real_lengths, count):
-    result = sample_sort(real_lengths, mesh_of(count), assignment="interleaved")
-    assert_sorted(result, [real_lengths], [False])
 
 
 @pytest.mark.parametrize("assignment", ["contiguous", "interleaved"])
@@ -181,21 +148,6 @@ def test_the_current_mesh_does_not_matter(kind, count):
         assert_sorted(sample_sort(keys, mesh_of(count)), [keys], [False])
 
 
-@pytest.mark.parametrize("dtype", [">i4", ">f8", "<u2"])
-def test_any_byte_order_is_accepted(dtype):
-    keys = np.random.default_rng(0).integers(0, 5000, 1000).astype(dtype)
-    native = keys.astype(keys.dtype.newbyteorder("="))
-    assert_sorted(sample_sort(keys, mesh_of(3)), [native], [False])
-
-
-def test_a_device_out_of_range_is_rejected():
-    result = sample_sort(np.arange(9), mesh_of(4))
-    for row in (-1, 4):
-        message = f"`device={row}` is out of range. Pass 0 to 3."
-        with pytest.raises(ValueError, match=message):
-            result.ranks(row)
-
-
 def test_shapes_are_compiled_once():
     rng = np.random.default_rng(0)
     # No other test has compiled for this mesh.
@@ -211,7 +163,7 @@ def test_shapes_are_compiled_once():
     assert sum(again[name] for name in names) <= 2
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_sorting_on_devices_gives_the_same_order(seed, monkeypatch):
     monkeypatch.setattr(Devices, "platform", "gpu")
     test_random_columns_are_sorted_like_lexsort(seed)
@@ -280,42 +232,40 @@ def test_chunks_are_smaller_than_a_share():
         assert 4 * 8 * capacity <= max(2**21, min(2**22, size // 4 * 8 // 4))
 
 
+def test_any_byte_order_is_accepted():
+    keys = np.random.default_rng(0).integers(0, 5000, 1000).astype(">f8")
+    assert_sorted(sample_sort(keys, mesh_of(3)), [keys.astype(float)], [False])
+
+
+def sharded_over_all(size):
+    sharding = NamedSharding(data_mesh(), PartitionSpec("data"))
+    return jax.device_put(np.arange(size, dtype=np.int32), sharding)
+
+
 @pytest.mark.parametrize(
-    "keys, options, message",
+    ("keys", "options", "name"),
     [
-        (np.zeros(0, int), {}, "empty in every process"),
-        ([], {}, "empty list, which has no dtype"),
-        (np.zeros((2, 3)), {}, r"float64\[2, 3\]\. Pass an array \[n\] of integers"),
-        (["a", "b"], {}, r"`keys` is <U1\[2\]"),
-        ([1j], {}, "complex128"),
-        ([[1], [2, 3]], {}, "ragged"),
-        ((), {}, "has 0 columns. Pass a tuple of 1 to 8"),
-        (([1], [1, 2]), {}, r"columns of different lengths, \[1, 2\]"),
-        (([1], [2]), {"descending": [True]}, "has 1 entries for 2 columns"),
-        (([1], [2]), {"descending": "no"}, "is not a bool. Pass True or False"),
-        ([1], {"descending": None}, "is not a bool. Pass True or False"),
-        ([1], {"assignment": "striped"}, "`assignment='striped'`: choose"),
+        (np.zeros(0, int), {}, "keys"),
+        (np.zeros((2, 3)), {}, "keys"),
+        (["a", "b"], {}, "keys"),
+        ([1j], {}, "keys"),
+        ((), {}, "keys"),
+        (([1], [1, 2]), {}, "keys"),
+        (sharded_over_all(8), {}, "keys"),
+        ((sharded_over_all(8), sharded_over_all(16)), {}, "keys"),
+        ((sharded_over_all(8), np.arange(8)), {}, "keys"),
+        (([1], [2]), {"descending": [True, False, True]}, "descending"),
+        ([1], {"descending": "no"}, "descending"),
+        ([1], {"descending": None}, "descending"),
+        ([1], {"assignment": "striped"}, "assignment"),
     ],
 )
-def test_invalid_keys_and_options_are_rejected(keys, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_invalid_arguments_are_refused(keys, options, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
         sample_sort(keys, mesh_of(2), **options)
 
 
-def test_masked_arrays_and_mixed_integers_are_rejected():
-    with pytest.raises(ValueError, match="`keys` is a masked array"):
-        sample_sort(np.ma.array([3, 1, 2], mask=[0, 1, 0]), mesh_of(1))
-    with pytest.raises(ValueError, match="integers that do not fit into one integer"):
-        sample_sort([-1, 2**63], mesh_of(1))
-
-
-def test_incompatible_global_arrays_are_rejected():
-    sharding = NamedSharding(data_mesh(), PartitionSpec("data"))
-    keys = jax.device_put(np.arange(8, dtype=np.int32), sharding)
-    with pytest.raises(ValueError, match="on devices that are not in the mesh"):
-        sample_sort(keys, mesh_of(4))
-    longer = jax.device_put(np.arange(16, dtype=np.int32), sharding)
-    with pytest.raises(ValueError, match="of different lengths or shardings"):
-        sample_sort((keys, longer), data_mesh())
-    with pytest.raises(ValueError, match="mixes global arrays and columns of this"):
-        sample_sort((keys, np.arange(8)), data_mesh())
+@pytest.mark.parametrize("device", [-1, 4])
+def test_a_device_out_of_range_is_refused(device):
+    with pytest.raises(ValueError, match="`device"):
+        sample_sort(np.arange(9), mesh_of(4)).ranks(device)

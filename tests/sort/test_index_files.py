@@ -3,10 +3,7 @@
 import errno
 import json
 import os
-import pathlib
-import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.schedule.difficulty_index import share_checksum
 
-ROOT = pathlib.Path(__file__).parents[2]
 MESH = jb.data_mesh()
 SIZE = 1003
 
@@ -29,7 +25,7 @@ def folder_fixture(tmp_path):
     return tmp_path / "index"
 
 
-@pytest.mark.parametrize("dtype", ["?", "i1", "i4", "u4", "i8", "f2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["?", "i1", "u4", "i8", jnp.bfloat16, "f4", ">f8"])
 def test_the_index_is_a_stable_argsort(tmp_path, dtype):
     values = difficulties(dtype)
     index = jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
@@ -40,6 +36,12 @@ def test_the_index_is_a_stable_argsort(tmp_path, dtype):
     np.testing.assert_array_equal(index.ranks()[index.examples], np.arange(SIZE))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]
     assert len(list((tmp_path / "index").iterdir())) == 3
+    by_process = jb.sort.write_difficulty_index(
+        tmp_path / "by_process", values, MESH, sorted_by="process"
+    )
+    np.testing.assert_array_equal(by_process.examples, index.examples)
+    with pytest.raises(ValueError, match="`between`"):
+        by_process.between(0, 1)
 
 
 def test_percentiles_and_between_return_slices_of_the_order(folder):
@@ -55,8 +57,8 @@ def test_percentiles_and_between_return_slices_of_the_order(folder):
     assert index.between(-1, 11).size == SIZE
     # Bounds of any type are compared as numbers.
     assert index.between(np.float32(2), np.int64(5)).size == between.size
-    for low, high in ((-1, 5), (5, 101), (60, 40), (0, float("nan"))):
-        with pytest.raises(ValueError, match="must be percentiles from 0"):
+    for low, high in ((-1, 5), (60, 40), (0, float("nan"))):
+        with pytest.raises(ValueError, match="percentiles"):
             index.percentiles(low, high)
 
 
@@ -82,7 +84,7 @@ def test_a_curriculum_accepts_an_index(folder, tmp_path):
     order = jb.Curriculum(by_process, jb.schedule.LinearPacing(0.1))
     np.testing.assert_array_equal(order.difficulty, by_process.ranks())
     by_value = jb.schedule.ByValue(jb.schedule.LinearPacing(), low=0, high=9)
-    with pytest.raises(ValueError, match="of `difficulty` is a `ByValue`, but its"):
+    with pytest.raises(ValueError, match="`difficulty`"):
         jb.Curriculum(by_process, by_value)
     # Several metrics use the order of the index, too.
     other = np.arange(SIZE) * 7 % 101
@@ -94,20 +96,10 @@ def test_a_curriculum_accepts_an_index(folder, tmp_path):
             np.testing.assert_array_equal(one, two)
 
 
-def test_sorting_by_process_with_one_process_sorts_all_examples(tmp_path):
-    values = difficulties()
-    index = jb.sort.write_difficulty_index(
-        tmp_path / "index", values, MESH, sorted_by="process"
-    )
-    np.testing.assert_array_equal(index.examples, np.argsort(values, kind="stable"))
-    with pytest.raises(ValueError, match="`between` requires an index with `sorted_by"):
-        index.between(0, 1)
-
-
 def test_an_existing_index_is_returned_or_rejected(folder, monkeypatch):
     values = difficulties()
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", None)
+    monkeypatch.setattr("jaxbucket.sort.index_files.sample_sort", None)
     again = jb.sort.write_difficulty_index(folder, values, MESH)
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     np.testing.assert_array_equal(again.difficulty, values)
@@ -116,83 +108,20 @@ def test_an_existing_index_is_returned_or_rejected(folder, monkeypatch):
         (values[:-1], {}),
         (values, {"sorted_by": "process"}),
     ):
-        with pytest.raises(ValueError, match="has an index of different difficulties"):
+        with pytest.raises(ValueError, match="`folder="):
             jb.sort.write_difficulty_index(folder, other, MESH, **options)
-
-
-def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
-    (tmp_path / "notes.txt").write_text("contents")
-    with pytest.raises(ValueError, match="exists but is not an index. Pass a diff"):
-        jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
-    assert (tmp_path / "notes.txt").read_text() == "contents"
-
-
-def test_partial_folders_of_earlier_calls_are_removed(tmp_path):
-    partial = tmp_path / f"index.{'01' * 16}.partial"
-    partial.mkdir()
-    others = [tmp_path / f"other.{'01' * 16}.partial", tmp_path / "index.my.partial"]
-    for other in others:
-        other.mkdir()
-    for name in ("difficulty.npy", "examples.npy", "index.json", "old-3.written"):
-        (partial / name).write_bytes(os.urandom(10**5))
-    with pytest.raises(ValueError, match="is not a difficulty index"):
-        jb.schedule.DifficultyIndex(tmp_path / "index")
-    index = jb.sort.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
-    index.check()
-    assert not partial.exists() and all(other.exists() for other in others)
-    assert len(list((tmp_path / "index").iterdir())) == 3
-
-
-def test_an_empty_folder_may_be_used(tmp_path):
-    jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH).check()
-    with pytest.raises(ValueError, match="is not a difficulty index, because"):
-        jb.schedule.DifficultyIndex(tmp_path / "other")
-
-
-def test_a_run_uses_the_index_that_another_run_finished_first(tmp_path, monkeypatch):
-    """Simulates another run that finishes its index during the sort."""
-    values, folder = difficulties(), tmp_path / "index"
-
-    def sort_after_writing(other):
-        def sort(*args):
-            monkeypatch.undo()
-            jb.sort.write_difficulty_index(folder, other, MESH)
-            return jb.sort.sample_sort(*args)
-
-        return sort
-
-    monkeypatch.setattr(
-        "jaxbucket.sort.difficulty.sample_sort", sort_after_writing(values)
-    )
-    jb.sort.write_difficulty_index(folder, values, MESH).check()
-    assert [path.name for path in tmp_path.iterdir()] == ["index"]
-    shutil.rmtree(folder)
-    sort = sort_after_writing(values + 1)
-    monkeypatch.setattr("jaxbucket.sort.difficulty.sample_sort", sort)
-    with pytest.raises(ValueError, match="has an index of different difficulties"):
-        jb.sort.write_difficulty_index(folder, values, MESH)
-    jb.schedule.DifficultyIndex(folder).check()
 
 
 def test_integers_beyond_float_precision_are_distinguished(tmp_path):
     values = np.array([2**60 + 1, 2**60])
     jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
-    with pytest.raises(ValueError, match="has an index of different difficulties"):
+    with pytest.raises(ValueError, match="`folder="):
         jb.sort.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
     index = jb.schedule.DifficultyIndex(tmp_path / "index")
     assert index.between(2**60, 2**60 + 1).tolist() == [1]
     assert index.between(-(10**400), 10**400).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="`low=nan` is not a number"):
+    with pytest.raises(ValueError, match="`low=nan`"):
         index.between(float("nan"), 1)
-
-
-def test_bounds_are_rounded_as_the_difficulties_are(tmp_path):
-    values = np.array([i / 10 for i in range(10)], np.float32)
-    index = jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
-    for first in range(10):
-        for last in range(first, 10):
-            between = index.between(first / 10, last / 10)
-            assert between.tolist() == list(range(first, last))
 
 
 def test_files_that_do_not_belong_together_are_refused(folder):
@@ -204,47 +133,68 @@ def test_files_that_do_not_belong_together_are_refused(folder):
         order = jb.Curriculum(index, jb.schedule.LinearPacing(start=0.1))
         return jb.BatchSchedule(plan, [8] * SIZE, order=order)[0]
 
-    with pytest.raises(ValueError, match="examples.npy is not sorted. Delete the fold"):
+    with pytest.raises(ValueError, match="examples.npy"):
         build()
     np.save(folder / "examples.npy", np.full(SIZE, 10**6, np.int32))
-    with pytest.raises(ValueError, match="has examples from 1000000 to 1000000, but"):
+    with pytest.raises(ValueError, match="1000000"):
         build()
 
 
-def test_bfloat16_and_big_endian_floats_are_accepted(tmp_path):
-    for name, values in (
-        ("bfloat16", jnp.asarray([2, 1], jnp.bfloat16)),
-        (">f8", np.array([2, 1], ">f8")),
-    ):
-        index = jb.sort.write_difficulty_index(tmp_path / name, values, MESH)
-        assert index.examples.tolist() == [1, 0]
+def test_bounds_are_compared_exactly(tmp_path):
+    tenths = np.array([i / 10 for i in range(10)], np.float32)
+    index = jb.sort.write_difficulty_index(tmp_path / "tenths", tenths, MESH)
+    for first in range(10):
+        assert index.between(first / 10, 0.7).tolist() == list(range(first, 7))
+    for bound in (tenths[1], float(tenths[1])):
+        assert index.between(0, bound).tolist() == [0]
+    large = jb.sort.write_difficulty_index(tmp_path / "large", [2**24 + 3, 1], MESH)
+    for kind in (float, np.float32, np.float64):
+        assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
 
 
-def test_check_detects_ties_out_of_order(tmp_path):
-    jb.sort.write_difficulty_index(tmp_path / "index", np.zeros(4), MESH)
-    np.save(tmp_path / "index" / "examples.npy", np.array([0, 2, 1, 3], np.int32))
-    with pytest.raises(ValueError, match="is not sorted"):
-        jb.schedule.DifficultyIndex(tmp_path / "index").check()
+class TwoProcesses:
+    index, count = 0, 2
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "options", "name"),
     [
-        ([], "`difficulty` is empty"),
-        ([[1.0]], r"`difficulty` is float64\[1, 1\]"),
-        (["hard"], r"`difficulty` is <U4\[1\]"),
-        ([1.0, float("nan")], r"`difficulty\[1\]=nan` is not finite"),
-        ([-float("inf")], r"`difficulty\[0\]=-inf` is not finite"),
-        (np.array([2**63], np.uint64), "is too large. Pass numbers up to 2"),
-        (np.ma.array([1.0, 2.0], mask=[0, 1]), "`difficulty` is a masked array"),
+        ([], {}, "difficulty"),
+        ([[1.0]], {}, "difficulty"),
+        (["hard"], {}, "difficulty"),
+        ([1.0, float("nan")], {}, r"difficulty\[1\]=nan"),
+        ([-float("inf")], {}, "difficulty"),
+        (np.array([2**63], np.uint64), {}, "difficulty"),
+        ([1.0], {"sorted_by": "size"}, "sorted_by"),
+        ([1.0], {"num_examples": 4}, "num_examples"),
+        ([1.0], {"processes": TwoProcesses()}, "processes"),
     ],
 )
-def test_invalid_difficulties_are_rejected(tmp_path, values, message):
-    with pytest.raises(ValueError, match=message):
-        jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
+def test_invalid_arguments_are_refused(tmp_path, values, options, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        jb.sort.write_difficulty_index(tmp_path / "index", values, MESH, **options)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="`sorted_by='size'`: choose"):
-        jb.sort.write_difficulty_index(tmp_path / "x", [1.0], MESH, sorted_by="size")
+
+
+def test_only_an_empty_or_missing_folder_is_written(tmp_path):
+    (tmp_path / "notes.txt").write_text("contents")
+    with pytest.raises(ValueError, match="`folder"):
+        jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
+    assert (tmp_path / "notes.txt").read_text() == "contents"
+    (tmp_path / "notes.txt").unlink()
+    jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH).check()
+
+
+def test_drafts_of_killed_calls_are_removed(tmp_path):
+    draft = tmp_path / f"index.{'01' * 16}.partial"
+    others = [tmp_path / f"other.{'01' * 16}.partial", tmp_path / "index.my.partial"]
+    for folder in (draft, *others):
+        folder.mkdir()
+    (draft / "index.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a difficulty index"):
+        jb.schedule.DifficultyIndex(tmp_path / "index")
+    jb.sort.write_difficulty_index(tmp_path / "index", difficulties(), MESH).check()
+    assert not draft.exists() and all(other.exists() for other in others)
 
 
 def change(path, offset, content):
@@ -258,24 +208,14 @@ def set_fields(folder, **fields):
     (folder / "index.json").write_text(json.dumps({**description, **fields}))
 
 
-def save_archive(path):
-    with path.open("wb") as file:
-        np.savez(file, a=np.arange(3))
-
-
 DAMAGES = {
     "no json": lambda folder: (folder / "index.json").unlink(),
     "truncated json": lambda folder: os.truncate(folder / "index.json", 9),
-    "different json": lambda folder: (folder / "index.json").write_text("[1]"),
-    "dtype": lambda folder: set_fields(folder, dtype="junk"),
     "order": lambda folder: set_fields(folder, sorted_by="junk"),
     "unknown field": lambda folder: set_fields(folder, color="red"),
-    "archive": lambda folder: save_archive(folder / "examples.npy"),
-    "version": lambda folder: (folder / "index.json").write_text('{"version": 9}'),
     "no examples": lambda folder: (folder / "examples.npy").unlink(),
     "truncated examples": lambda folder: os.truncate(folder / "examples.npy", 999),
     "header": lambda folder: change(folder / "examples.npy", 20, b"'('"),
-    "truncated header": lambda folder: os.truncate(folder / "difficulty.npy", 20),
     "examples dtype": lambda folder: np.save(folder / "examples.npy", np.arange(SIZE)),
     "fewer": lambda folder: np.save(folder / "difficulty.npy", np.zeros(9, np.float32)),
 }
@@ -290,7 +230,7 @@ def test_damaged_files_are_rejected(folder, name):
 
 
 @pytest.mark.parametrize("file", ["difficulty.npy", "examples.npy"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_check_detects_changed_bytes(folder, file, seed):
     rng = np.random.default_rng(seed)
     change(folder / file, -int(rng.integers(8, 4 * SIZE)), rng.bytes(4))
@@ -298,7 +238,7 @@ def test_check_detects_changed_bytes(folder, file, seed):
         jb.schedule.DifficultyIndex(folder).check()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_checksums_of_shares_add_up_to_the_checksum_of_all_examples(seed):
     rng = np.random.default_rng(seed)
     values = difficulties()
@@ -319,30 +259,3 @@ def test_a_full_disk_leaves_no_files_behind(tmp_path, monkeypatch):
             jb.sort.write_difficulty_index(tmp_path / "index", [1.0, 2.0], MESH)
     assert not list(tmp_path.iterdir())
     jb.sort.write_difficulty_index(tmp_path / "index", [1.0, 2.0], MESH).check()
-
-
-def test_bounds_are_compared_exactly(tmp_path):
-    large = jb.sort.write_difficulty_index(tmp_path / "i", [2**24 + 3, 1], MESH)
-    small = jb.sort.write_difficulty_index(tmp_path / "f", [0.1, 0.5], MESH)
-    for kind in (float, np.float32, np.float64):
-        assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
-    bound = np.float32(0.1)
-    for value in (bound, float(bound)):
-        assert small.between(0, value).tolist() == [0]
-
-
-def test_a_wrong_num_examples_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="2 examples over .* `num_examples=4`"):
-        jb.sort.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=4)
-    jb.sort.write_difficulty_index(tmp_path / "x", [1.0, 2.0], MESH, num_examples=2)
-
-
-def test_a_wrong_number_of_processes_is_rejected(tmp_path):
-    class TwoProcesses:
-        index, count = 0, 2
-
-    assert jax.process_count() == 1
-    with pytest.raises(ValueError, match="`processes` has 2 of 1 processes"):
-        jb.sort.write_difficulty_index(
-            tmp_path / "x", [1.0], MESH, processes=TwoProcesses()
-        )

@@ -1,0 +1,294 @@
+"""Writes a difficulty index, in all processes together."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import TypeVar, get_args
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import ArrayLike
+
+from jaxbucket.base import files
+from jaxbucket.base.checks import check_choice
+from jaxbucket.base.process_group import ProcessGroup, SingleProcess
+from jaxbucket.schedule.difficulty_index import (
+    DIFFICULTY,
+    EXAMPLES,
+    METADATA,
+    DifficultyIndex,
+    IndexMetadata,
+    SortedBy,
+    difficulty_digest,
+    index_dtype,
+    share_checksum,
+)
+from jaxbucket.sort.sorting import SortedShare, sample_sort
+
+_SECONDS_TO_SHOW = 30.0
+_POLL_SECONDS = 0.1
+_T = TypeVar("_T")
+
+
+def write_difficulty_index(
+    folder: str | os.PathLike[str],
+    difficulty: ArrayLike,
+    mesh: Mesh,
+    *,
+    processes: ProcessGroup | None = None,
+    sorted_by: SortedBy = "all",
+    num_examples: int | None = None,
+) -> DifficultyIndex:
+    """Sorts the examples of all processes by difficulty, and writes their index.
+
+    Each process passes the difficulties of its share of the source, process 0 the first
+    share, and writes its part of every file. Renaming the folder to its final name is
+    the last step, so an unfinished index is never read, and the next call writes a new
+    one. An existing index of the same difficulties is returned unchanged.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxbucket import data_mesh
+      >>> folder = tempfile.mkdtemp() + "/index"
+      >>> index = write_difficulty_index(folder, [0.3, 0.1, 0.2, 0.1], data_mesh())
+      >>> index.examples.tolist(), index.percentiles(0, 50).tolist()
+      ([1, 3, 2, 0], [1, 3])
+
+    Args:
+      folder: the folder of the index, on a file system that all processes share.
+      difficulty: `[n]` finite integers or floats of up to 64 bits, one for each example
+        of this process's share: the result of `measure_difficulty`, lengths, losses of
+        a model, or human scores.
+      mesh: a mesh with devices of all processes, which are used for sorting.
+      processes: the `Processes` of the run; None for a single process.
+      sorted_by: "all" for one order of all examples. With "process", each process sorts
+        its own share. The easiest example of every process comes first, then the second
+        of every process, and so on. This is not faster and depends on the number of
+        processes, and the fewer examples a process has, the less closely the order
+        follows difficulty. Use it only to compare with runs that sorted in this way.
+      num_examples: the number of examples in the source, to detect wrong shares. For
+        example, `measure_lengths` returns all lengths in every process, but each
+        process must pass only its part.
+
+    Returns:
+      The index, whose files are mapped into memory.
+
+    Raises:
+      ValueError: in every process, if a difficulty is invalid, the folder has an index
+        of different difficulties, or not all processes share the folder.
+      OSError: if the index cannot be written.
+    """
+    group = processes or SingleProcess()
+    if jax.process_count() != group.count:
+        raise ValueError(
+            f"`processes` has {group.count} of {jax.process_count()} processes. Pass "
+            "the `Processes` of the run."
+        )
+    path = pathlib.Path(folder).resolve()
+    share = _check_share(difficulty, mesh, sorted_by, group)
+    first, metadata = _gather_metadata(share, sorted_by, group)
+    if num_examples is not None and metadata.size != num_examples:
+        raise ValueError(
+            f"`difficulty` has {metadata.size} examples over all processes, but the "
+            f"source has `num_examples={num_examples}`. Pass the share of this process "
+            "only: the result of `measure_difficulty`, or its part of all lengths."
+        )
+    exists = _in_all(group, "checking the folder", lambda: _exists(path, metadata))
+    if len(set(group.gather("comparing the folder", str(exists)))) > 1:
+        raise ValueError(
+            f"`folder={str(path)!r}` exists only in some processes. Pass a folder that "
+            "all processes share."
+        )
+    if not exists:
+        keys = share if sorted_by == "all" else _local_ranks(share)
+        parts = sample_sort(keys, mesh).local_shares()
+        _write(path, metadata, share, first, parts, group)
+    return DifficultyIndex(path)
+
+
+def _in_all(group: ProcessGroup, name: str, function: Callable[[], _T]) -> _T:
+    """Calls a function in all processes. An error of one is raised in all of them."""
+    try:
+        result = function()
+    # Any error must reach the other processes, because they wait for this one.
+    except Exception as error:
+        group.gather(name, f"{type(error).__name__}: {error}")
+        raise
+    for index, failure in enumerate(group.gather(name, "")):
+        if failure:
+            raise ValueError(f"Process {index} failed: {failure}")
+    return result
+
+
+def _check_share(
+    difficulty: ArrayLike, mesh: Mesh, sorted_by: SortedBy, group: ProcessGroup
+) -> np.ndarray:
+    """Checks the arguments of all processes, and returns the share of this one."""
+
+    def check() -> np.ndarray:
+        check_choice("sorted_by", sorted_by, get_args(SortedBy))
+        present = {device.process_index for device in mesh.devices.flat}
+        if missing := set(range(group.count)) - present:
+            raise ValueError(
+                f"`mesh` has no device of processes {sorted(missing)}. Build it from "
+                "`jax.devices()`, the devices of all processes."
+            )
+        return _as_stored(difficulty)
+
+    share = _in_all(group, "checking difficulties", check)
+    ids = [device.id for device in mesh.devices.flat]
+    kind = f"{share.dtype.str} {sorted_by}, devices {ids}"
+    kinds = group.gather("comparing difficulties", kind)
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"The difficulties of the processes are of different kinds: {kinds}. "
+            "Pass the same dtype, `sorted_by` and `mesh` in all processes."
+        )
+    return share
+
+
+def _as_stored(difficulty: ArrayLike) -> np.ndarray:
+    """Returns the difficulties in one of the dtypes of an index.
+
+    Raises:
+      ValueError: if they are not finite numbers, one for each example.
+    """
+    array = np.asarray(difficulty)
+    if array.dtype.name == "bfloat16":
+        array = array.astype(np.float32)
+    if array.ndim != 1 or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
+        raise ValueError(
+            f"`difficulty` is {array.dtype}{list(array.shape)}. Pass one number for "
+            "each example, [n]."
+        )
+    is_float = array.dtype.kind == "f"
+    is_valid = np.isfinite(array) if is_float else array <= np.iinfo(np.int64).max
+    if not is_valid.all():
+        bad = int(np.argmin(is_valid))
+        raise ValueError(
+            f"`difficulty[{bad}]={array[bad]}` is not finite, or above 2**63 - 1. "
+            "Assign a different number to the example, or remove it."
+        )
+    if is_float:
+        return array.astype("<f8" if array.dtype.itemsize == 8 else "<f4")
+    return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
+
+
+def _gather_metadata(
+    share: np.ndarray, sorted_by: SortedBy, group: ProcessGroup
+) -> tuple[int, IndexMetadata]:
+    """Returns the index of the first example of this process, and the metadata."""
+    sizes = list(map(int, group.gather("counting examples", str(len(share)))))
+    first, size = sum(sizes[: group.index]), sum(sizes)
+    if not size:
+        raise ValueError("`difficulty` is empty. Pass at least one example.")
+    sums = group.gather("summing difficulties", str(share_checksum(share, first)))
+    return first, IndexMetadata(
+        size,
+        share.dtype.str,
+        sorted_by,
+        sizes if sorted_by == "process" else [],
+        difficulty_digest(sum(map(int, sums)), size),
+    )
+
+
+def _exists(folder: pathlib.Path, metadata: IndexMetadata) -> bool:
+    """Returns whether the folder holds this index; an empty folder does not.
+
+    Raises:
+      ValueError: if the folder holds something else.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if not (folder / METADATA).exists():
+        raise ValueError(
+            f"`folder={str(folder)!r}` exists but is not an index. Pass a different "
+            "folder."
+        )
+    if DifficultyIndex(folder).metadata != metadata:
+        raise ValueError(
+            f"`folder={str(folder)!r}` has an index of different difficulties or with "
+            "different options. Delete it, or pass a different folder."
+        )
+    return True
+
+
+def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
+    """Returns the rank of each example among the examples of this process."""
+    ranks = np.empty(len(difficulty), np.int64)
+    ranks[np.argsort(difficulty, kind="stable")] = np.arange(len(difficulty))
+    return ranks
+
+
+def _write(
+    folder: pathlib.Path,
+    metadata: IndexMetadata,
+    share: np.ndarray,
+    first: int,
+    parts: list[SortedShare],
+    group: ProcessGroup,
+) -> None:
+    """Writes the part of this process; process 0 creates and renames the folder."""
+    dtype = index_dtype(metadata.size)
+    (name, *_) = group.gather("naming the index", files.new_draft(folder).name)
+    draft = folder.with_name(name)
+
+    def create() -> None:
+        if group.index == 0:
+            draft.mkdir(parents=True)
+            (draft / METADATA).write_text(metadata.to_json())
+            files.sync(draft / METADATA)
+            for name, kind in ((DIFFICULTY, metadata.dtype), (EXAMPLES, dtype)):
+                np.lib.format.open_memmap(draft / name, "w+", kind, (metadata.size,))
+
+    def write() -> None:
+        _write_part(draft / DIFFICULTY, share, first)
+        for part in parts:
+            _write_part(draft / EXAMPLES, part.index.astype(dtype), part.ranks.start)
+
+    def rename() -> None:
+        if group.index == 0:
+            files.publish(draft, folder)
+
+    try:
+        _in_all(group, "creating the index", create)
+        _in_all(group, "writing the index", write)
+        _in_all(group, "renaming the index", rename)
+    finally:
+        if group.index == 0:
+            # Those of earlier calls as well, whose processes were killed.
+            for unfinished in files.drafts(folder):
+                files.delete(unfinished)
+    # Waits until a shared file system shows the folder that process 0 renamed.
+    deadline = time.monotonic() + _SECONDS_TO_SHOW
+    while not (folder / METADATA).exists() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
+    """Writes values into an array file that process 0 created, starting at an index.
+
+    `np.memmap` is not used, because the parts of two hosts may share a page.
+
+    Raises:
+      ValueError: if the file does not exist.
+      OSError: if the file cannot be written.
+    """
+    try:
+        file = path.open("r+b")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist in this process, but process 0 created it. Pass a "
+            "folder that all processes share."
+        ) from None
+    with file:
+        np.lib.format.read_magic(file)
+        np.lib.format.read_array_header_1_0(file)
+        file.seek(first * values.itemsize, os.SEEK_CUR)
+        file.write(np.ascontiguousarray(values).data)
+        file.flush()
+        os.fsync(file)
