@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import functools
+import json
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
@@ -135,10 +136,6 @@ class Schedule(abc.ABC):
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
         """Returns all options except the plan and the lengths, as plain Python."""
-
-    @abc.abstractmethod
-    def _fingerprint_parts(self) -> list[str]:
-        """Returns the contents of the fingerprint except the plan and the lengths."""
 
     def continue_with(self, position: DataPosition) -> Self:
         """Returns a copy of this schedule that takes over from another at a position.
@@ -282,14 +279,11 @@ class Schedule(abc.ABC):
     @property
     def fingerprint(self) -> str:
         """32 hex digits that identify all batches: plan, lengths and configuration."""
-        parts = [
-            *(plan.fingerprint for plan in self.plans),
-            self.data_fingerprint,
-            *self._fingerprint_parts(),
-        ]
+        plans = [plan.fingerprint for plan in self.plans]
+        parts = [plans, self.data_fingerprint, self.config()]
         if self.continues is not None:
-            parts += [str(self.first_step), self.continues]
-        return digest("\n".join(parts).encode())
+            parts += [self.first_step, self.continues]
+        return digest(json.dumps(parts).encode())
 
 
 def _any_of(policies: Sequence[bool | list[str]]) -> bool | list[str]:

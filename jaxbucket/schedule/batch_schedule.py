@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,6 @@ class BatchSchedule(Schedule):
       order, and a batch comes as soon as it is full.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples
       by length, and batches are sorted by the length of their longest example.
-    * `NoisySorted()`: every epoch draws new batches, by length with random noise.
     * `GroupedByLength()`: every epoch draws new batches, whose examples have similar
       lengths. The buckets are spread as in "spread".
     * a `Curriculum`: every epoch draws new batches, and every step draws from the
@@ -402,45 +400,15 @@ class BatchSchedule(Schedule):
         rows = [self._rows.bucket_examples(k)[:number] for k, number in num_rows]
         return np.concatenate(rows)
 
-    @property
-    def _is_stratified(self) -> bool:
-        """Whether each step has short and long batches."""
-        return self._order.is_stratified and self._batches_per_step > 1
-
     def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
+        return {
             "seed": self.seed,
             "order": str(self._order),
             "remainder": self.remainder,
             "opening": self.opening_pairs,
+            "accumulate": self.accumulate,
+            "group": self.group,
+            "balance": self.balance,
+            "packing": self.packing and self.packing.fingerprint,
+            "subset": None if self.subset is None else subset_digest(self.subset),
         }
-        if self.accumulate > 1:
-            config |= {"accumulate": self.accumulate, "group": self.group}
-        if self._is_stratified:
-            config["stratified"] = True
-        if self.balance:
-            config["balance"] = True
-        if self.packing is not None:
-            config["packing"] = self.packing.fingerprint
-        if self.subset is not None:
-            config["subset"] = subset_digest(self.subset)
-        return config
-
-    def _fingerprint_parts(self) -> list[str]:
-        parts = [str(self.seed), str(self._order)]
-        # Defaults are left out, so that fingerprints from before an option stay valid.
-        if self.remainder != "cheapest":
-            parts += ["remainder", self.remainder]
-        if self.opening_pairs:
-            parts += ["opening", json.dumps(self.opening_pairs)]
-        if self.accumulate > 1:
-            parts += ["accumulate", str(self.accumulate), self.group]
-        if self._is_stratified:
-            parts.append("stratified")
-        if self.balance:
-            parts.append("balance")
-        if self.packing is not None:
-            parts += ["packing", self.packing.fingerprint]
-        if self.subset is not None:
-            parts += ["subset", subset_digest(self.subset)]
-        return parts

@@ -46,8 +46,6 @@ class GroupedByLength(Order):
       ValueError: if `window` is not a positive integer.
     """
 
-    is_stratified = True
-
     def __init__(self, window: int = 50):
         self.window = check_positive("window", window)
 

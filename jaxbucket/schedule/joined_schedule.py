@@ -174,8 +174,6 @@ class JoinedSchedule(Schedule):
         )
 
     def config(self) -> dict[str, Any]:
-        return {"schedules": {str(s): x.config() for s, x in self.schedules.items()}}
-
-    def _fingerprint_parts(self) -> list[str]:
-        phases = [f"{step} {x.fingerprint}" for step, x in self.schedules.items()]
-        return ["joined", *phases]
+        schedules = self.schedules.items()
+        phases = {str(s): x.config() | {"of": x.fingerprint} for s, x in schedules}
+        return {"schedules": phases}

@@ -9,11 +9,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.pacing import ByValue, Pacing, check_pacing
-from jaxbucket.schedule.pacing_name import pacing_name
-
-# Below this, every integer has an exact float64.
-_MAX_EXACT_FLOAT = 2.0**53
+from jaxbucket.schedule.pacing import ByValue, Pacing, check_pacing, pacing_name
 
 
 class Metric:
@@ -64,11 +60,9 @@ class Metric:
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hex digits that identify the difficulties and the pacing function."""
-        pacing = pacing_name(self.pacing)
-        if isinstance(self.pacing, ByValue) and self.values.dtype.kind == "f":
-            # Values are rounded to this dtype.
-            pacing += [self.values.dtype.name]
-        return digest(_canonical_bytes(self.values), "\n".join(pacing).encode())
+        values = np.ascontiguousarray(self.values)
+        name = f"{values.dtype.str} {pacing_name(self.pacing)}"
+        return digest(values.data, name.encode())
 
     def sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
         """Returns the sorted difficulties of the kept examples, all if None."""
@@ -139,12 +133,3 @@ def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.
             "leave the example out."
         )
     return array
-
-
-def _canonical_bytes(difficulty: np.ndarray) -> bytes | memoryview:
-    """Returns bytes that depend on the values but not on their dtype."""
-    as_floats = np.ascontiguousarray(difficulty, "<f8")
-    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _MAX_EXACT_FLOAT):
-        # Some of these integers have no exact float.
-        return "\n".join(map(str, difficulty.tolist())).encode()
-    return as_floats.data

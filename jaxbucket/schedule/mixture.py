@@ -320,28 +320,16 @@ class Mixture(Schedule):
         return digest(*(f"{n} {x.data_fingerprint}".encode() for n, x in parts))
 
     def config(self) -> dict[str, Any]:
-        config = {
-            "mixture": [schedule.config() for schedule in self.schedules],
-            "sizes": [len(schedule.lengths) for schedule in self.schedules],
-            "weights": self.weights,
+        weights = self.weights
+        if isinstance(weights, dict):
+            weights = {str(step): x for step, x in weights.items()}
+        return {
+            "mixture": [x.config() | {"of": x.fingerprint} for x in self.schedules],
+            "names": list(self.names),
+            "weights": weights,
             "by": self.by,
             "accumulate": self.accumulate,
         }
-        if isinstance(self.weights, dict):
-            config["weights"] = {str(step): x for step, x in self.weights.items()}
-        return config | ({"names": list(self.names)} if self.names else {})
-
-    def _fingerprint_parts(self) -> list[str]:
-        names = [schedule.fingerprint for schedule in self.schedules]
-        if isinstance(self.weights, dict):
-            weights = [
-                f"{step} {weight.hex()}"
-                for step, weights in self.weights.items()
-                for weight in weights
-            ]
-        else:
-            weights = [weight.hex() for weight in self.weights]
-        return ["mixture", *names, *weights, self.by, str(self.accumulate)]
 
 
 def pad_segments(rows: np.ndarray, max_segments: int) -> np.ndarray:

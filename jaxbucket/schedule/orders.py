@@ -58,15 +58,12 @@ class Order(abc.ABC):
     Attributes:
       is_redrawn: whether every epoch has different batches.
       replacement: whether an epoch may have an example several times.
-      is_stratified: whether a step of several batches has short and long ones, which
-        is also part of the fingerprint.
       within: how the examples of a bucket are sorted before they fill rows: in "source"
         order, "ascending" or "descending" by length, or by `[N]` numbers.
     """
 
     is_redrawn: bool = True
     replacement: bool = False
-    is_stratified: bool = False
     within: Within | np.ndarray = "source"
 
     @abc.abstractmethod
@@ -141,8 +138,6 @@ class Spread(Order):
     batches. If every bucket has a single full batch, epochs are therefore equal; use
     "shuffled" instead. Like a shuffled order, this needs no state.
     """
-
-    is_stratified = True
 
     def __str__(self) -> str:
         return "spread"

@@ -18,11 +18,6 @@ from jaxbucket.schedule.pacing import (
     pacing_unit,
 )
 
-# Powers differ between machines in the last bit. So shares by epochs are rounded to
-# multiples of 1 / _SHARE_UNITS. All others are lowered slightly, so that k / N opens
-# exactly k of N examples; by epochs this would change the batches of earlier runs.
-_SHARE_UNITS = 10**9
-
 
 class Pace:
     """The number of examples that one metric opens at each batch.
@@ -54,11 +49,8 @@ class Pace:
     def _least(self, progress: float) -> int:
         """Returns the number of examples that a share opens, without ties."""
         share = open_share(self._pacing, progress)
-        size = len(self.values)
-        if self._unit == "epochs":
-            units = round(share * _SHARE_UNITS)
-            return max(1, -(-units * size // _SHARE_UNITS))
-        return max(1, math.ceil(share * size * (1 - SHARE_TOLERANCE)))
+        # Lowered slightly, so that k / N opens exactly k of N examples.
+        return max(1, math.ceil(share * len(self.values) * (1 - SHARE_TOLERANCE)))
 
     def counts(self, epoch: int) -> np.ndarray:
         """Returns the number of open examples at each batch, `[num_batches]` int64."""

@@ -194,48 +194,6 @@ class StepPacing(_Timed):
 
 
 @dataclasses.dataclass(frozen=True)
-class CyclicPacing:
-    """A pacing function that restarts another one periodically.
-
-    Example:
-      >>> pacing = CyclicPacing(LinearPacing(start=0.5, epochs=0.5), every=1)
-      >>> pacing(0), pacing(0.25), pacing(0.75), pacing(1)
-      (0.5, 0.75, 1.0, 0.5)
-
-    Attributes:
-      pacing: the pacing function of one cycle.
-      every: the length of a cycle, in the unit of `pacing`; 1 epoch by default.
-
-    Raises:
-      ValueError: if `pacing` is not callable, or `every` is not positive, or missing
-        although `pacing` counts steps or tokens.
-    """
-
-    pacing: Pacing
-    every: float | None = None
-
-    def __post_init__(self):
-        check_share_pacing(self.pacing)
-        if self.every is None and self.unit == "epochs":
-            object.__setattr__(self, "every", 1.0)
-        if self.every is None:
-            raise ValueError(
-                f"`every` is missing, and `pacing={self.pacing!r}` counts {self.unit}. "
-                f"Pass the number of {self.unit} in a cycle."
-            )
-        _check_positive("every", self.every)
-
-    @property
-    def unit(self) -> Unit:
-        """The unit of progress, which is that of `pacing`."""
-        return pacing_unit(self.pacing)
-
-    def __call__(self, progress: float) -> float:
-        # Integers stay integers, so that a function of steps can use them as indices.
-        return self.pacing(progress % self.every)  # pyright: ignore
-
-
-@dataclasses.dataclass(frozen=True)
 class ByValue:
     """Opens the examples whose difficulty is at most a value, in place of a share.
 
@@ -325,6 +283,17 @@ def check_share_pacing(pacing: Pacing) -> None:
             "`pacing` is a `ByValue`, whose results are no shares. Put `ByValue` "
             "around the other pacing function."
         )
+
+
+def pacing_name(pacing: Pacing) -> str:
+    """Returns a name for fingerprints: the options, or the name of a user's function.
+
+    The code of a function and the values that it refers to are not part of the name.
+    """
+    if dataclasses.is_dataclass(pacing):
+        return repr(pacing)
+    kind = pacing if hasattr(pacing, "__qualname__") else type(pacing)
+    return f"{kind.__module__}.{kind.__qualname__}"  # pyright: ignore
 
 
 def pacing_unit(pacing: Pacing) -> Unit:

@@ -270,7 +270,7 @@ def epoch_rows(schedule, epoch):
 
 PACKED_ORDERS = (
     *("shuffled", "source", "descending"),
-    *(jb.schedule.NoisySorted(), jb.schedule.GroupedByLength(2)),
+    jb.schedule.GroupedByLength(2),
 )
 
 

@@ -6,10 +6,11 @@ import pickle
 
 import numpy as np
 import pytest
+from schedule_cases import Cycles
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum
 from jaxbucket.packing import pack
-from jaxbucket.schedule import ByValue, CyclicPacing, LinearPacing, StepPacing
+from jaxbucket.schedule import ByValue, LinearPacing, StepPacing
 
 SIZE = 400
 LENGTHS = np.random.default_rng(0).integers(1, 60, SIZE)
@@ -22,7 +23,7 @@ METRICS = {
 PACINGS = {
     "linear": LinearPacing(0.3, steps=120),
     "steps": StepPacing((0.5, 1), steps=(40,)),
-    "cycles": CyclicPacing(LinearPacing(0.4, epochs=0.3), every=0.4),
+    "cycles": Cycles(LinearPacing(0.4, epochs=0.3), every=0.4),
     "value": ByValue(LinearPacing(0.2, steps=60), low=-2, high=2),
 }
 

@@ -11,7 +11,7 @@ from jaxbucket.plan.flow.dominance import fits
 NAMES = ("frames", "source", "target")
 ORDERS = (
     *("spread", "shuffled", "source", "ascending", "descending", "curriculum"),
-    *(jb.schedule.NoisySorted(), jb.schedule.GroupedByLength()),
+    jb.schedule.GroupedByLength(),
 )
 REMAINDERS = ("cheapest", "promote", "pad", "drop")
 

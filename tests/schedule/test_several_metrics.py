@@ -7,13 +7,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from schedule_cases import Cycles
 
 import jaxbucket as jb
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
 from jaxbucket.base.batch import RowShard
 from jaxbucket.schedule import (
     ByValue,
-    CyclicPacing,
     LinearPacing,
     RootPacing,
     StepPacing,
@@ -29,7 +29,7 @@ PACINGS = {
     "root": RootPacing(0.1, steps=60),
     "steps": StepPacing((0.1, 0.5, 1), steps=(10, 35)),
     "tokens": LinearPacing(0.3, tokens=9000),
-    "cycles": CyclicPacing(LinearPacing(0.2, steps=11), every=17),
+    "cycles": Cycles(LinearPacing(0.2, steps=11), every=17),
     "wave": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
     "value": ByValue(LinearPacing(0, steps=50), low=2, high=90, multiple=8),
     "low value": ByValue(LinearPacing(0, epochs=2), low=-5, high=40),
@@ -215,7 +215,7 @@ def test_hosts_read_the_rows_of_the_schedule(num_hosts):
     plan = BucketPlan((Bucket(48, 4), Bucket(24, 8)), max_tokens=192)
     values = {"length": lengths, "index": np.arange(200)}
     source = [{"x": np.full(n, i)} for i, n in enumerate(lengths)]
-    pacing = {"length": PACINGS["linear"], "index": CyclicPacing(LinearPacing(), 0.5)}
+    pacing = {"length": PACINGS["linear"], "index": Cycles(LinearPacing(), 0.5)}
     # Each host has its own schedule.
     schedules = [
         BatchSchedule(plan, lengths, order=Curriculum(values, pacing))
@@ -477,7 +477,7 @@ def test_fingerprints_depend_on_each_metric():
         (lambda: ByValue(LinearPacing(), 0, math.inf), "must be finite"),
         (lambda: ByValue(LinearPacing(), 0, 1, 0), "`multiple=0` must be positive"),
         (
-            lambda: CyclicPacing(ByValue(LinearPacing(), 0, 1)),
+            lambda: ByValue(ByValue(LinearPacing(), 0, 1), 0, 1),
             "is a `ByValue`, whose results are no shares. Put `ByValue` around",
         ),
     ],
