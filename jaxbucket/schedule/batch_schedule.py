@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -31,7 +31,6 @@ from jaxbucket.schedule.balance import (
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
 from jaxbucket.schedule.packed_rows import packed_report, packed_rows, row_lengths
 from jaxbucket.schedule.subset import check_lengths_of, subset_digest
@@ -93,9 +92,9 @@ class BatchSchedule(Schedule):
       remainder: the policy for examples that do not fill a batch: "cheapest" as above,
         "promote" to always move them up, "pad" to always keep them in their bucket, or
         "drop" to leave them out. If epochs are redrawn, each drops different examples.
-      opening: the first batches of the first epoch: pairs of a bucket and a number of
-        steps, or "largest_first" for one batch of the bucket with the most tokens. The
-        other batches of that epoch follow in the usual order.
+      opening: "largest_first" if the first epoch starts with a batch of the bucket with
+        the most tokens, so that a lack of memory becomes apparent immediately. Its
+        other batches follow in the usual order. None for the usual order only.
       accumulate: the number of micro-batches in a step; if it is not 1,
         `schedule[step]` is a tuple.
       packing: rows of several examples, created by `pack`; None for one example per
@@ -121,8 +120,9 @@ class BatchSchedule(Schedule):
 
     Raises:
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
-        `remainder` or `group` is unknown; if the first epoch does not have the batches
-        of `opening`; if `seed` is out of range; if `packing` is for different lengths,
+        `remainder`, `opening` or `group` is unknown; if `opening` is combined with a
+        `Curriculum` with replacement; if `seed` is out of range; if `packing` is for
+        different lengths,
         does not fit the plan, is combined with a `Curriculum` with replacement, or is
         missing for a plan for packed rows; if `subset` selects no example, or is not
         `[N]` bool or different indices.
@@ -136,7 +136,7 @@ class BatchSchedule(Schedule):
         seed: int = 0,
         order: OrderName | Order = "spread",
         remainder: Remainder = "cheapest",
-        opening: Opening | None = None,
+        opening: Literal["largest_first"] | None = None,
         accumulate: int = 1,
         group: Group = "same",
         packing: Packing | None = None,
@@ -162,20 +162,31 @@ class BatchSchedule(Schedule):
         self.packing = packing
         self.balance = bool(balance)
         self.remainder: Remainder = remainder
-        if opening is not None and not isinstance(opening, str):
-            opening = list(opening)
-        self.opening: Opening | None = opening
+        if opening is not None:
+            check_choice("opening", opening, ["largest_first"])
+            if self._order.replacement:
+                raise ValueError(
+                    "`opening` requires `replacement=False`, because it rearranges the "
+                    "batches of an epoch. Remove one of the two."
+                )
+        self.opening: Literal["largest_first"] | None = opening
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
         self._set_rows(columns)
-        self._opening = (
-            OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
-            if opening
-            else None
-        )
+        first = self._largest_batch() if opening else None
         self._epochs = self._order.epoch_order(
-            self._rows, total_lengths(self._row_lengths), self.seed, self._opening
+            self._rows, total_lengths(self._row_lengths), self.seed, first
         )
+
+    def _largest_batch(self) -> int:
+        """Returns the number of the first batch of the bucket with the most tokens."""
+        buckets, batches = self.plan.buckets, self.flow.batches
+
+        def size(index: int) -> tuple[Any, ...]:
+            # For equal numbers of tokens, the longest rows cost the most.
+            return buckets[index].num_tokens, buckets[index].seq_len
+
+        return int(batches[: max(np.flatnonzero(batches).tolist(), key=size)].sum())
 
     def _set_rows(self, columns: np.ndarray) -> None:
         """Assigns the examples, or packed rows, to the rows of batches.
@@ -213,11 +224,6 @@ class BatchSchedule(Schedule):
     def flow(self) -> RowFlow:
         """The number of rows and batches of every bucket in one epoch."""
         return self._rows.flow
-
-    @property
-    def opening_pairs(self) -> list[list[int]]:
-        """The opening as `[[B, T, num_batches], ...]`; empty without an opening."""
-        return [] if self._opening is None else self._opening.entries
 
     @property
     def steps_per_epoch(self) -> int:
@@ -405,7 +411,7 @@ class BatchSchedule(Schedule):
             "seed": self.seed,
             "order": str(self._order),
             "remainder": self.remainder,
-            "opening": self.opening_pairs,
+            "opening": self.opening,
             "accumulate": self.accumulate,
             "group": self.group,
             "balance": self.balance,

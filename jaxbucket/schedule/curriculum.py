@@ -140,13 +140,7 @@ class Curriculum(Order):
             return self._metrics[0].values
         return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])
 
-    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        if self.replacement and opening is not None:
-            raise ValueError(
-                "`opening` requires `replacement=False`, because it rearranges the "
-                "batches of an epoch that has every example once. Remove one of the "
-                "two."
-            )
+    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
         if len(self._metrics) == 1:
             runs = OneMetric(self._metrics[0], rows)
             open_examples = functools.partial(OpenByOne, runs, rows)
@@ -155,7 +149,7 @@ class Curriculum(Order):
             open_examples = functools.partial(OpenBySeveral, runs, rows)
         if self.replacement:
             return EasyDraws(open_examples(), rows, seed)
-        return PacedOrder(runs, rows, seed, opening)
+        return PacedOrder(runs, rows, seed, first)
 
     @functools.cached_property
     def _fingerprint(self) -> str:
