@@ -11,11 +11,11 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.easy_draws import EasyDraws, OpenByOne, OpenBySeveral
+from jaxbucket.schedule.easy_draws import EasyDraws
 from jaxbucket.schedule.metric import Metric
 from jaxbucket.schedule.orders import EpochOrder, Order
 from jaxbucket.schedule.paced_order import PacedOrder
-from jaxbucket.schedule.paced_runs import OneMetric, SeveralMetrics
+from jaxbucket.schedule.paced_runs import PacedRuns
 from jaxbucket.schedule.pacing import LinearPacing, Pacing
 
 Difficulty: TypeAlias = ArrayLike | DifficultyIndex
@@ -104,8 +104,6 @@ class Curriculum(Order):
         if isinstance(difficulty, Mapping):
             self.difficulty = dict(zip(difficulty, values, strict=True))
         self.replacement = bool(replacement)
-        is_sorted_once = self.replacement and len(values) == 1
-        self.within = values[0] if is_sorted_once else "source"
 
     def __repr__(self) -> str:
         metrics = ""
@@ -136,19 +134,12 @@ class Curriculum(Order):
             )
 
     def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
-        if len(self._metrics) == 1:
-            return self._metrics[0].values
         return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])
 
     def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
-        if len(self._metrics) == 1:
-            runs = OneMetric(self._metrics[0], rows)
-            open_examples = functools.partial(OpenByOne, runs, rows)
-        else:
-            runs = SeveralMetrics(self._metrics, rows)
-            open_examples = functools.partial(OpenBySeveral, runs, rows)
+        runs = PacedRuns(self._metrics, rows)
         if self.replacement:
-            return EasyDraws(open_examples(), rows, seed)
+            return EasyDraws(runs, rows, seed)
         return PacedOrder(runs, rows, seed, first)
 
     @functools.cached_property

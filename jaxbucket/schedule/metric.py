@@ -64,17 +64,14 @@ class Metric:
         name = f"{values.dtype.str} {pacing_name(self.pacing)}"
         return digest(values.data, name.encode())
 
-    def sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
-        """Returns the sorted difficulties of the kept examples, all if None."""
-        if (known := self._known_order(is_kept)) is not None:
-            return known[1]
-        return np.sort(self.values if is_kept is None else self.values[is_kept])
-
     def ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ranks of all examples, and the sorted difficulties as above.
+        """Returns the ranks of all examples, and the sorted difficulties of kept ones.
 
         The rank of an example is the number of kept examples that are at most as
         difficult, `[N]` unsigned integers. It is 0 if the example is not kept.
+
+        Args:
+          is_kept: `[N]` bool, whether each example takes part; None if all do.
         """
         return self._all_ranks if is_kept is None else self._ranks(is_kept)
 
@@ -115,12 +112,7 @@ def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.
         # Without a global order, the position in the index defines the difficulty.
         is_global = difficulty.sorted_by == "all"
         return difficulty.difficulty if is_global else difficulty.ranks()
-    try:
-        array = np.asarray(difficulty)
-    except ValueError:
-        raise ValueError(
-            f"`{name}` is ragged. Pass one number for each example, [N]."
-        ) from None
+    array = np.asarray(difficulty)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
         raise ValueError(
             f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number for each "

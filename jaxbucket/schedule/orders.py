@@ -58,12 +58,12 @@ class Order(abc.ABC):
       is_redrawn: whether every epoch has different batches.
       replacement: whether an epoch may have an example several times.
       within: how the examples of a bucket are sorted before they fill rows: in "source"
-        order, "ascending" or "descending" by length, or by `[N]` numbers.
+        order, or "ascending" or "descending" by length.
     """
 
     is_redrawn: bool = True
     replacement: bool = False
-    within: Within | np.ndarray = "source"
+    within: Within = "source"
 
     @abc.abstractmethod
     def __str__(self) -> str: ...

@@ -14,9 +14,11 @@ import bisect
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
+
+from jaxbucket.base.checks import check_number, check_share
 
 Pacing: TypeAlias = Callable[[float], float]
 Unit: TypeAlias = Literal["epochs", "steps", "tokens"]
@@ -91,7 +93,7 @@ class LinearPacing(_Timed):
     epochs: float | None = None
 
     def __post_init__(self):
-        _check_share("start", self.start)
+        check_share("start", self.start)
         _check_duration(self)
 
     def __call__(self, progress: float) -> float:
@@ -128,9 +130,9 @@ class RootPacing(_Timed):
     degree: float = 2.0
 
     def __post_init__(self):
-        _check_share("start", self.start)
+        check_share("start", self.start)
         _check_duration(self)
-        _check_positive("degree", self.degree)
+        check_number("degree", self.degree)
 
     def __call__(self, progress: float) -> float:
         least = self.start**self.degree
@@ -166,16 +168,16 @@ class StepPacing(_Timed):
     epochs: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "shares", _numbers("shares", self.shares))
+        object.__setattr__(self, "shares", tuple(self.shares))
         for share in self.shares:
-            _check_share("shares", share)
+            check_share("shares", share)
         self._check_one_unit()
         if all(getattr(self, unit) is None for unit in UNITS):
             raise ValueError(
                 "`StepPacing` has no times at which the share changes. Pass `epochs`, "
                 "`steps` or `tokens`."
             )
-        times = _numbers(self.unit, self.duration)
+        times = tuple(self.duration)
         object.__setattr__(self, self.unit, times)
         if len(self.shares) != len(times) + 1:
             raise ValueError(
@@ -225,15 +227,13 @@ class ByValue:
 
     def __post_init__(self):
         check_share_pacing(self.pacing)
-        for name in ("low", "high"):
-            _check_number(name, getattr(self, name))
         if not -math.inf < self.low <= self.high < math.inf:
             raise ValueError(
                 f"`low={self.low!r}` and `high={self.high!r}` must be finite, and "
                 "`low` must not exceed `high`."
             )
         if self.multiple is not None:
-            _check_positive("multiple", self.multiple)
+            check_number("multiple", self.multiple)
 
     @property
     def unit(self) -> Unit:
@@ -322,39 +322,9 @@ def _check_duration(pacing: Any) -> None:
     pacing._check_one_unit()
     if all(getattr(pacing, unit) is None for unit in UNITS):
         object.__setattr__(pacing, "epochs", 1.0)
-    _check_positive(pacing.unit, pacing.duration)
+    check_number(pacing.unit, pacing.duration)
 
 
 def _decimal(value: float) -> Fraction:
     """Returns the decimal that a number is printed as."""
     return Fraction(str(value))
-
-
-def _numbers(name: str, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, Iterable):
-        raise ValueError(
-            f"`{name}={values!r}` is not a sequence. Pass several numbers, such as "
-            f"`({values!r},)`."
-        )
-    values = tuple(values)
-    for value in values:
-        _check_number(name, value)
-    return values
-
-
-def _check_number(name: str, value: Any) -> None:
-    # `numbers.Real` also covers the scalars of numpy, and bools.
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise ValueError(f"`{name}={value!r}` is not a number. Pass a float or an int.")
-
-
-def _check_share(name: str, share: float) -> None:
-    _check_number(name, share)
-    if not 0 <= share <= 1:
-        raise ValueError(f"`{name}={share!r}` must be a share from 0 to 1.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    _check_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"`{name}={value!r}` must be positive and finite.")

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import re
 
 import numpy as np
 import pytest
@@ -250,91 +249,74 @@ def test_resuming_with_a_different_pacing_is_refused(a, b):
         after.resume(before.position(1))
 
 
-def test_the_fingerprint_depends_on_difficulty_and_pacing():
+def test_the_fingerprint_depends_on_difficulties_and_options():
     difficulty = np.arange(4000)
+    values = {"a": difficulty, "b": difficulty[::-1]}
+    linear, by_steps = LinearPacing(), LinearPacing(steps=5)
     orders = [
         Curriculum(difficulty),
         Curriculum(difficulty[::-1]),
         Curriculum(difficulty, LinearPacing(0.2)),
         Curriculum(difficulty, LinearPacing(0.1, epochs=9)),
+        Curriculum(difficulty, by_steps),
+        Curriculum(difficulty, ByValue(linear, 0, 5)),
+        Curriculum(difficulty, ByValue(linear, 0, 5, multiple=2)),
+        Curriculum(difficulty, math.sin),
+        Curriculum(difficulty, math.cos),
         Curriculum(difficulty, replacement=True),
+        Curriculum(values, {"a": linear, "b": linear}),
+        Curriculum(values, {"a": linear, "b": by_steps}),
     ]
-    assert len({build_schedule(order)[2].fingerprint for order in orders}) == len(
-        orders
-    )
-    # The identity of the objects makes no difference.
-    same = Curriculum(difficulty.copy(), LinearPacing())
-    assert str(same) == str(orders[0])
-    assert re.fullmatch("curriculum [0-9a-f]{16}", str(same))
-    assert (
-        build_schedule(same)[2].fingerprint == build_schedule(orders[0])[2].fingerprint
-    )
+    names = {build_schedule(order)[2].fingerprint for order in orders}
+    assert len(names) == len(orders)
+    # The identity of the objects and the order of metrics make no difference.
+    swapped = {"b": values["b"].copy(), "a": values["a"]}
+    same = Curriculum(swapped, {"a": LinearPacing(), "b": by_steps})
+    assert str(same) == str(orders[-1])
 
 
 @pytest.mark.parametrize(
-    ("difficulty", "message"),
+    ("argument", "make"),
     [
-        ([], r"`difficulty` is float64\[0\]. Pass one number for each"),
-        ([[1.0]], r"`difficulty` is float64\[1, 1\]"),
-        (["a"], r"`difficulty` is <U1\[1\]"),
-        ([True], r"`difficulty` is bool\[1\]"),
-        ([1.0, np.nan], r"`difficulty\[1\]=nan` is not finite"),
-        ([np.inf, 1.0], r"`difficulty\[0\]=inf` is not finite"),
+        ("difficulty", lambda: Curriculum([])),
+        ("difficulty", lambda: Curriculum([[1.0]])),
+        ("difficulty", lambda: Curriculum(["a"])),
+        (r"difficulty\[1\]", lambda: Curriculum([1.0, np.nan])),
+        (r"difficulty\['b'\]\[0\]", lambda: Curriculum({"a": [1], "b": [math.inf]})),
+        ("difficulty", lambda: Curriculum({})),
+        ("difficulty", lambda: build_schedule(Curriculum([1, 2, 3]))),
+        ("pacing", lambda: Curriculum({"a": [1], "b": [2]}, {"a": LinearPacing()})),
+        ("pacing", lambda: Curriculum([1], {"a": LinearPacing()})),
+        ("pacing", lambda: Curriculum([1], 0.5)),
+        ("pacing", lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 2))),
+        ("pacing", lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 7, 8))),
+        ("pacing", lambda: ByValue(ByValue(LinearPacing(), 0, 1), 0, 1)),
+        ("low", lambda: ByValue(LinearPacing(), 5, 3)),
+        ("high", lambda: ByValue(LinearPacing(), 0, math.inf)),
+        ("multiple", lambda: ByValue(LinearPacing(), 0, 1, 0)),
+        ("start", lambda: LinearPacing(start=1.5)),
+        ("start", lambda: RootPacing(start=-1)),
+        ("degree", lambda: RootPacing(degree=0)),
+        ("epochs", lambda: LinearPacing(epochs=0)),
+        ("steps", lambda: LinearPacing(steps=True)),
+        ("tokens", lambda: RootPacing(tokens=math.inf)),
+        ("steps", lambda: LinearPacing(epochs=1, steps=5)),
+        ("shares", lambda: StepPacing((0.5, 2), (1,))),
+        ("shares", lambda: StepPacing((0.5,), (1,))),
+        ("epochs", lambda: StepPacing((0, 1))),
+        ("epochs", lambda: StepPacing((0, 0.5, 1), (2, 1))),
+        ("epochs", lambda: StepPacing((0.5, 1), (math.nan,))),
     ],
 )
-def test_invalid_difficulties_are_refused(difficulty, message):
-    with pytest.raises(ValueError, match=message):
-        Curriculum(difficulty)
+def test_bad_arguments_are_refused(argument, make):
+    with pytest.raises(ValueError, match=f"`{argument}"):
+        make()
 
 
-def test_a_wrong_number_of_difficulties_is_refused():
-    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
-    with pytest.raises(ValueError, match="`difficulty` has 3 entries for 2 lengths"):
-        BatchSchedule(plan, [3, 4], order=Curriculum([1, 2, 3]))
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), None, "half"])
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), None])
 @pytest.mark.parametrize("replacement", [False, True])
 def test_an_invalid_share_is_refused(share, replacement):
-    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
     order = Curriculum([1, 2], lambda epochs: share, replacement=replacement)
-    schedule = BatchSchedule(plan, [3, 4], order=order)
-    with pytest.raises(ValueError, match=r"`pacing\(0.0\)` returned .* Return a"):
+    schedule = BatchSchedule(plan_buckets([3, 4], max_tokens=8), [3, 4], order=order)
+    with pytest.raises(ValueError, match=r"`pacing\(0.0\)` returned"):
         schedule[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LinearPacing(start=1.5), "`start=1.5` must be a share from 0 to 1"),
-        (lambda: LinearPacing(epochs=0), "`epochs=0` must be positive"),
-        (lambda: RootPacing(start=-1), "`start=-1` must be a share"),
-        (lambda: RootPacing(degree=0), "`degree=0` must be positive"),
-        (lambda: StepPacing((0.5, 2), (1,)), "`shares=2` must be a share"),
-        (lambda: StepPacing((0.5,), (1,)), "`shares` has 1 entries for 1 in `epochs`"),
-        (
-            lambda: StepPacing((0, 0.5, 1), (2, 1)),
-            r"`epochs=\(2, 1\)` must be positive",
-        ),
-        (lambda: StepPacing((0.5, 1), (math.nan,)), "must be positive, finite and"),
-        (lambda: StepPacing((0.5, 1), (math.inf,)), "must be positive, finite and"),
-        (lambda: StepPacing((0.5, 1), 5), "`epochs=5` is not a sequence. Pass several"),
-        (lambda: StepPacing(0.5, (1,)), "`shares=0.5` is not a sequence"),
-        (lambda: LinearPacing(start="0"), "`start='0'` is not a number. Pass a float"),
-        (lambda: LinearPacing(steps=True), "`steps=True` is not a number"),
-        (lambda: ByValue(LinearPacing(), "1", 2), "`low='1'` is not a number"),
-        (
-            lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 2)),
-            "opens no example at any time, because `high=2` is below the smallest .* 3",
-        ),
-        (
-            lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 7, multiple=8)),
-            "because `high=7`, rounded down to 0, is below the smallest difficulty, 3",
-        ),
-        (lambda: Curriculum([1], 0.5), "`pacing=0.5` is not a function"),  # pyright: ignore
-        (lambda: Curriculum([[1], [1, 2]]), "`difficulty` is ragged"),
-    ],
-)
-def test_invalid_pacing_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from schedule_cases import Cycles
 
-from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
+from jaxbucket import BatchSchedule, Curriculum, plan_buckets
 from jaxbucket.schedule import (
     ByValue,
     LinearPacing,
@@ -28,11 +28,6 @@ class Counted:
     def __call__(self, progress):
         assert self.unit != "steps" or isinstance(progress, int)
         return min(self.size, progress + 1) / self.size
-
-
-class Falling(Counted):
-    def __call__(self, progress):
-        return 1 - progress
 
 
 def schedule_of(pacing, **options) -> BatchSchedule:
@@ -119,47 +114,3 @@ def test_units_exclude_each_other():
     assert repr(RootPacing()) == "RootPacing(start=0.1, epochs=1.0, degree=2.0)"
     pacing = StepPacing((0, 1), steps=(3,))
     assert pickle.loads(pickle.dumps(pacing)) == pacing
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: LinearPacing(epochs=1, steps=5),
-            "`epochs=1` and `steps=5` exclude each other. Pass one of `epochs`",
-        ),
-        (lambda: RootPacing(epochs=0, tokens=5), "`epochs=0` and `tokens=5` exclude"),
-        (lambda: StepPacing((0, 1), (1,), steps=(1,)), r"`epochs=\(1,\)` and `steps="),
-        (lambda: LinearPacing(steps=0), "`steps=0` must be positive and finite"),
-        (lambda: RootPacing(tokens=math.inf), "`tokens=inf` must be positive"),
-        (lambda: StepPacing((0, 1)), "has no times at which the share changes. Pass"),
-        (lambda: StepPacing((0, 1), steps=(-1,)), r"`steps=\(-1,\)` must be positive"),
-        (lambda: StepPacing((1,), tokens=(1,)), "1 entries for 1 in `tokens`"),
-        (
-            lambda: Curriculum([1], Counted(1, "hours")),
-            "`pacing.unit='hours'` is unknown. Set it to 'epochs', 'steps' or 'tokens'",
-        ),
-    ],
-)
-def test_invalid_times_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_fingerprints_depend_on_the_unit():
-    orders = [
-        *(LinearPacing(0.1, 5), LinearPacing(0.1, steps=5), LinearPacing(tokens=5)),
-        *(StepPacing((0, 1), (5,)), StepPacing((0, 1), steps=(5,))),
-        *(Counted(9, "steps"), Falling(9, "steps")),
-    ]
-    assert len({str(Curriculum([1, 2], x)) for x in orders}) == len(orders)
-    assert str(Curriculum([1, 2], Counted(9, "steps"))) == str(
-        Curriculum([1, 2], Counted(9, "steps"))
-    )
-
-
-def test_a_share_is_checked_at_every_step():
-    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
-    order = Curriculum([1, 2], Falling(4, "steps"), replacement=True)
-    with pytest.raises(ValueError, match=r"`pacing\(2\)` returned -1. Return a share"):
-        BatchSchedule(plan, [3, 4], order=order)[2]
