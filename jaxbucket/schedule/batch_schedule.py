@@ -113,10 +113,6 @@ class BatchSchedule(Schedule):
         step of an epoch.
       flow: the number of rows and batches of every bucket in one epoch. Micro-batches
         that share a step because of `group="same"` count as one batch.
-      first_step: the step at which the first epoch starts; 0 unless the schedule was
-        created by `continue_with`.
-      continues: the fingerprint of the schedule that provides the earlier steps; None
-        if there is no such schedule.
 
     Raises:
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
@@ -382,7 +378,7 @@ class BatchSchedule(Schedule):
             num_devices: the number of devices that share the rows of a batch, in order.
 
           Raises:
-            IndexError: if `step` is negative or before `first_step`.
+            IndexError: if `step` is negative.
             ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
         check_num_devices(self.plan, num_devices)

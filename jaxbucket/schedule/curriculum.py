@@ -74,8 +74,8 @@ class Curriculum(Order):
         gets the number of completed steps, or of real tokens if every step had the
         mean of an epoch. `ByValue` opens difficulties up to a value in place of a
         share. For several metrics, name -> a function, or one function for all
-        of them. A schedule created by `continue_with` counts its own epochs,
-        steps and tokens.
+        of them. A schedule that a `JoinedSchedule` starts later counts its own
+        epochs, steps and tokens.
       replacement: whether every step draws from all open examples, as described above.
 
     Attributes:

@@ -91,9 +91,9 @@ class Mixture(Schedule):
         components with `accumulate` and `group="mixed"` instead.
 
     Raises:
-      ValueError: if a component is not a `BatchSchedule`, or was created by
-        `continue_with`; if the components differ in `accumulate` or, without names, in
-        their sequences or in whether rows are packed; if a weight is negative, not
+      ValueError: if a component is not a `BatchSchedule`; if the components differ in
+        `accumulate` or, without names, in their sequences or in whether rows are
+        packed; if a weight is negative, not
         finite or too small; if steps of weights do not start at 0 or are not ascending;
         if `by` is not "steps" and a component draws with replacement.
     """
@@ -207,10 +207,9 @@ class Mixture(Schedule):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        turn = (self._check_step(step) - self.first_step) * self._turns_per_step
-        return self._turns.at(turn)[0]
+        return self.component_batches(step)[0].component
 
     def name_at(self, step: int) -> str | int:
         """Returns the name of the component that a step comes from, or its index.
@@ -230,19 +229,16 @@ class Mixture(Schedule):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        first = self.first_step
         return [
             ComponentBatch(
-                index,
-                indices,
-                draws._replace(first_step=first, first_example=self._starts[index]),
+                index, indices, draws._replace(first_example=self._starts[index])
             )
-            for index, number in self._components(self._check_step(step) - first)
+            for index, number in self._components(step)
             for indices, draws in zip(
-                self.schedules[index]._micro_batches(number),
-                self.schedules[index]._draws(number),
+                self.schedules[index].micro_batches(number),
+                self.schedules[index].draws(number),
                 strict=True,
             )
         ]
@@ -259,7 +255,7 @@ class Mixture(Schedule):
           [(6, 6.0), (2, 8.0)]
 
         Args:
-          num_steps: the number of steps from `first_step`; by default those of one
+          num_steps: the number of steps from step 0; by default those of one
             epoch.
 
         Returns:

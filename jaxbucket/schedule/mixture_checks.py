@@ -51,11 +51,6 @@ def _check_component(label: str, schedule: Any, by: str) -> None:
             f"`{label}` is a {type(schedule).__name__}, not a `BatchSchedule`. Instead "
             "of a mixture, pass its components."
         )
-    if schedule.first_step or schedule.continues is not None:
-        raise ValueError(
-            f"`{label}` starts at step {schedule.first_step}, by `continue_with`. Call "
-            "this on the `Mixture` instead."
-        )
     order = schedule.order
     if by != "steps" and isinstance(order, Order) and order.replacement:
         raise ValueError(

@@ -481,15 +481,6 @@ TRUNCATING = [
             r"`schedules\[0\]` is a Mixture, .* pass its components",
         ),
         (
-            lambda x: Mixture({"a": x.starting_at(4, "abc")}, {"a": 1}),
-            r"`schedules\['a'\]` starts at step 4, by `continue_with`. Call this "
-            "on the `Mixture` instead",
-        ),
-        (
-            lambda x: Mixture([x, x.starting_at(0, "abc")], [1, 1]),
-            r"`schedules\[1\]` starts at step 0, by `continue_with`",
-        ),
-        (
             lambda x: Mixture([x, REPEATING], [1, 1], by="tokens"),
             r"`by='tokens'` requires .* `schedules\[1\]` draws with `replacement=True`"
             ". Use `by='steps'`",

@@ -13,7 +13,6 @@ from jaxbucket import (
     report,
 )
 from jaxbucket.base.batch import RowShard
-from jaxbucket.data import DataPosition
 from jaxbucket.packing import pack
 from jaxbucket.schedule import BatchIndices, GroupedByLength
 from jaxbucket.schedule.orders import Fixed, Order
@@ -237,10 +236,6 @@ def test_the_epoch_is_derived_from_the_step():
     schedule = BatchSchedule(*random_problem())
     size = len(schedule)
     assert [schedule.epoch_at(s) for s in (0, size - 1, size, 7 * size)] == [0, 0, 1, 7]
-    moved = schedule.starting_at(5, "other")
-    assert [moved.epoch_at(s) for s in (5, size + 4, size + 5)] == [0, 0, 1]
-    with pytest.raises(IndexError, match="`step=4` is before the first step of this"):
-        moved.epoch_at(4)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
@@ -540,45 +535,6 @@ def test_an_example_can_move_up_through_thousands_of_buckets(order):
     schedule = BatchSchedule(plan, lengths, order=order)
     rows = np.concatenate([batch.rows for batch in schedule])
     assert sorted(rows[rows >= 0]) == list(range(size + 2))
-
-
-# Continuing another schedule
-
-
-@pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_a_continued_schedule_starts_its_first_epoch_at_first_step(problem, order):
-    schedule = BatchSchedule(problem.plan, problem.lengths, seed=5, order=order)
-    position = DataPosition(17, {}, {}, {"fingerprint": "other"})
-    moved = schedule.continue_with(position)
-    assert (moved.first_step, schedule.first_step) == (17, 0)
-    for step in range(len(schedule) + 3):
-        assert moved[17 + step].bucket == schedule[step].bucket
-        np.testing.assert_array_equal(moved[17 + step].rows, schedule[step].rows)
-    for result, expected in zip(moved, schedule, strict=True):
-        np.testing.assert_array_equal(result.rows, expected.rows)
-
-
-def test_steps_before_a_schedule_takes_over_are_refused():
-    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
-    position = DataPosition(7, {}, {}, {"fingerprint": "other"})
-    moved = BatchSchedule(plan, [3, 8, 5]).continue_with(position)
-    with pytest.raises(IndexError, match="`step=6` is before the first step of this"):
-        moved[6]
-    with pytest.raises(IndexError, match="`step=-1` must not be negative"):
-        moved[-1]
-
-
-def test_the_fingerprint_depends_on_the_continued_schedule():
-    plan = BucketPlan((Bucket(2, 8),), max_tokens=16)
-    schedule = BatchSchedule(plan, [3, 8, 5])
-    moved = {
-        schedule.continue_with(
-            DataPosition(step, {}, {}, {"fingerprint": before})
-        ).fingerprint
-        for step in (0, 7)
-        for before in ("a", "b")
-    }
-    assert len(moved | {schedule.fingerprint}) == 5
 
 
 @pytest.mark.parametrize("order", ["source", "ascending", "descending"])
