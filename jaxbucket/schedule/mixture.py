@@ -234,8 +234,8 @@ class Mixture(Schedule):
             schedules = dict(zip(self.names, schedules, strict=True))
         return f"Mixture({schedules}, weights={self.weights}, by={self.by!r})"
 
-    def component_at(self, step: int) -> int:
-        """Returns the index of the component that a step comes from.
+    def name_at(self, step: int) -> str | int:
+        """Returns the name of the component that a step comes from, or its index.
 
         If a step has batches of several components, returns that of the first batch.
 
@@ -245,18 +245,7 @@ class Mixture(Schedule):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self.component_batches(step)[0].component
-
-    def name_at(self, step: int) -> str | int:
-        """Returns the name of the component that a step comes from, or its index.
-
-        Args:
-          step: as for `component_at`.
-
-        Raises:
-          IndexError: as `component_at`.
-        """
-        return self._key(self.component_at(step))
+        return self._key(self.component_batches(step)[0].component)
 
     def component_batches(self, step: int) -> list[ComponentBatch]:
         """Returns the micro-batches of a step, with the rows of the components.

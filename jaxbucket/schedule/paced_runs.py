@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbucket.schedule.epoch_rows import EpochRows
-from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.metric import Metric, Pace
 
 # How far ahead examples are ordered by when they open, and at how many batches in each
 # doubling of the distance.

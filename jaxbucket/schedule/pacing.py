@@ -38,14 +38,9 @@ class _Timed:
     tokens: Any = dataclasses.field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in self.given())
+        fields = dataclasses.asdict(self).items()
+        values = ", ".join(f"{name}={x!r}" for name, x in fields if x is not None)
         return f"{type(self).__name__}({values})"
-
-    def given(self) -> list[tuple[str, Any]]:
-        """Returns the names and values of all fields that are not None."""
-        fields = sorted(dataclasses.fields(self), key=lambda x: bool(x.kw_only))
-        pairs = [(field.name, getattr(self, field.name)) for field in fields]
-        return [(name, value) for name, value in pairs if value is not None]
 
     @property
     def unit(self) -> Unit:

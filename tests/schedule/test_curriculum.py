@@ -12,7 +12,6 @@ from jaxbucket import (
     Bucket,
     BucketPlan,
     Curriculum,
-    batch_dataset,
     plan_buckets,
 )
 from jaxbucket.schedule import (
@@ -165,16 +164,6 @@ def test_a_report_of_draws_with_replacement_is_refused():
         schedule.report()
 
 
-def test_a_falling_share_returns_to_easy_examples():
-    difficulty = np.arange(4000) * 0.5
-    order = Curriculum(difficulty, Cycles(LinearPacing(0.1, 0.5), every=0.5))
-    _, _, schedule = build_schedule(order)
-    hardest = [difficulty[batch.rows].max() for batch in schedule]
-    half = len(hardest) // 2
-    falls = np.diff(np.array(hardest[half - 5 : half + 5])) < -300
-    assert falls.sum() == 1
-
-
 def test_an_opening_draws_easy_examples():
     difficulty = np.random.default_rng(3).permutation(4000)
     plan, lengths, plain = build_schedule(Curriculum(difficulty, LinearPacing(0.6)))
@@ -218,35 +207,6 @@ def test_large_integers_are_compared_exactly():
     first = BatchSchedule(plan, [4, 4, 8, 8], order=order)[0]
     assert sorted(first.rows.tolist()) == [2, 3]
     assert str(Curriculum(difficulty)) != str(Curriculum(difficulty[::-1]))
-
-
-class Slow(LinearPacing):
-    def __call__(self, epochs):
-        return super().__call__(epochs / 2)
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (LinearPacing(), Slow()),
-        (StepPacing((0.1, 1), (20,)), StepPacing((0.1, 1), (30,))),
-        (StepPacing((0.1, 1), (0.501,)), StepPacing((0.1, 1), (0.5011,))),
-        (LinearPacing(), math.sin),
-        (math.cos, math.sin),
-    ],
-)
-def test_resuming_with_a_different_pacing_is_refused(a, b):
-    lengths = [1, 2, 3, 4]
-    plan = plan_buckets(lengths, max_tokens=8)
-    source = [{"x": [0] * n} for n in lengths]
-    before, after = (
-        batch_dataset(
-            source, BatchSchedule(plan, lengths, order=Curriculum(lengths, x))
-        )
-        for x in (a, b)
-    )
-    with pytest.raises(ValueError, match="schedule order curriculum .* -> curric"):
-        after.resume(before.position(1))
 
 
 def test_the_fingerprint_depends_on_difficulties_and_options():

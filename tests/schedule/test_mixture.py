@@ -93,7 +93,7 @@ def test_each_component_keeps_its_own_order(order):
     starts = np.cumsum([0, *SIZES])
     seen = [0] * len(schedules)
     for step in range(2 * len(mixture)):
-        index = mixture.component_at(step)
+        index = mixture.name_at(step)
         expected = schedules[index][seen[index]]
         seen[index] += 1
         result = mixture[step]
@@ -109,7 +109,7 @@ def test_an_epoch_ends_when_every_component_has_completed_one():
     for weights in ([5, 2, 1], [1, 1, 1], [0.01, 1, 3]):
         schedules = components()
         mixture = Mixture(schedules, weights)
-        who = [mixture.component_at(step) for step in range(len(mixture))]
+        who = [mixture.name_at(step) for step in range(len(mixture))]
         done = [who.count(i) / len(x) for i, x in enumerate(schedules)]
         assert min(done) == 1
         # Some component completes its epoch only with the last step of the mixture.
@@ -132,7 +132,7 @@ def test_weights_are_proportional_to_the_chosen_unit(by):
     starts = np.cumsum([0, *SIZES])
     had = np.zeros(3)
     for step in range(6000):
-        index, rows = mixture.component_at(step), mixture[step].rows
+        index, rows = mixture.name_at(step), mixture[step].rows
         rows = rows[rows >= 0]
         assert np.all((starts[index] <= rows) & (rows < starts[index + 1]))
         had[index] += {
@@ -154,34 +154,6 @@ def test_micro_batches_are_consecutive_batches(accumulate):
     for step, batch in enumerate(batches):
         assert batch.bucket == single[step].bucket
         np.testing.assert_array_equal(batch.rows, single[step].rows)
-
-
-def test_steps_of_accumulating_components_stay_whole():
-    mixture = Mixture(components(accumulate=3), [5, 2, 1])
-    assert mixture.accumulate == 3
-    for step in range(40):
-        assert len({batch.bucket for batch in mixture[step]}) == 1
-        assert len(mixture[step]) == 3
-
-
-def test_accumulating_components_have_steps_of_several_buckets():
-    lengths = np.random.default_rng(0).integers(1, 101, 2000)
-    plan = plan_buckets(lengths, max_tokens=400, num_buckets=4)
-
-    def seq_lens(together, **options):
-        schedules = [BatchSchedule(plan, lengths, **options) for _ in range(2)]
-        mixture = Mixture(schedules, [1, 1], accumulate=together)
-        # The last step of each component's epoch may not be complete.
-        steps = range(2 * len(schedules[0]) - 2)
-        micro = (mixture.micro_batches(step) for step in steps)
-        return np.array([[x.bucket.seq_len for x in pair] for pair in micro])
-
-    # Orders with equal counts keep in step, which the documentation says.
-    short, long = seq_lens(2).T
-    np.testing.assert_array_equal(short, long)
-    # Here, each step has one of the shorter half of the batches, and one of the others.
-    short, long = seq_lens(1, accumulate=2, group="mixed").T
-    assert short.max() <= long.min()
 
 
 @pytest.mark.parametrize("seed", seeds(4, 40))
@@ -236,21 +208,11 @@ def test_weights_change_at_steps_and_components_go_on():
     assert other.fingerprint != mixture.fingerprint
 
 
-def test_steps_of_weights_may_be_integers_of_numpy():
-    named = dict(zip("abc", components(), strict=True))
-    shares = [{"a": 1, "b": 0, "c": 1}, {"a": 1, "b": 2, "c": 1}]
-    plain = Mixture(named, dict(zip((0, 5), shares, strict=True)))
-    mixture = Mixture(named, dict(zip(np.arange(0, 10, 5), shares, strict=True)))
-    assert json.dumps(mixture.config()) == json.dumps(plain.config())
-    assert mixture.fingerprint == plain.fingerprint
-    assert repr(mixture) == repr(plain)
-
-
 def test_an_epoch_ends_when_the_remaining_components_have_completed_one():
     schedules = components()
     # The last one is left out too early to complete an epoch.
     mixture = Mixture(schedules, {0: [1, 1, 1], 2: [1, 1, 0]})
-    who = [mixture.component_at(step) for step in range(len(mixture))]
+    who = [mixture.name_at(step) for step in range(len(mixture))]
     assert max(who.count(i) / len(schedules[i]) for i in (0, 1)) >= 1
     assert min(who.count(i) / len(schedules[i]) for i in (0, 1)) == 1
     assert who.count(2) == 1 < len(schedules[2]) or len(schedules[2]) == 1
@@ -402,20 +364,6 @@ def test_batches_contain_the_examples_of_all_components(tmp_path, kind):
             np.testing.assert_array_equal(
                 batch.mask.sum(axis=1)[real], mixture.lengths[indices.rows[real]]
             )
-
-
-def test_a_mixture_resumes_where_it_stopped():
-    schedules = components()
-    source = concatenate([examples(x.lengths, 0) for x in schedules])
-    dataset = batch_dataset(source, Mixture(schedules, [5, 2, 1]), num_steps=30)
-    whole = list(dataset)
-    position = dataset.position(17)
-    rest = list(dataset.resume(position))
-    for a, b in zip(whole[17:], rest, strict=True):
-        np.testing.assert_array_equal(a.features["index"], b.features["index"])
-    other = batch_dataset(source, Mixture(schedules, [5, 2, 2]), num_steps=30)
-    with pytest.raises(ValueError, match=r"schedule weights \[5.0, 2.0, 1.0\] -> \[5"):
-        other.resume(position)
 
 
 def test_the_fingerprint_depends_on_all_options():

@@ -15,7 +15,7 @@ from jaxbucket.schedule import (
     RootPacing,
     StepPacing,
 )
-from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.metric import Pace
 
 
 class Counted:
@@ -110,7 +110,7 @@ def test_units_exclude_each_other():
     assert LinearPacing() == LinearPacing(epochs=1.0) == LinearPacing(0.1, 1.0)
     assert LinearPacing(steps=10).unit == "steps"
     assert StepPacing((0, 1), tokens=[1e9]).unit == "tokens"
-    assert repr(LinearPacing(steps=10)) == "LinearPacing(start=0.1, steps=10)"
+    assert repr(LinearPacing(steps=10)) == "LinearPacing(steps=10, start=0.1)"
     assert repr(RootPacing()) == "RootPacing(start=0.1, epochs=1.0, degree=2.0)"
     pacing = StepPacing((0, 1), steps=(3,))
     assert pickle.loads(pickle.dumps(pacing)) == pacing

@@ -14,8 +14,7 @@ from jaxbucket.schedule import (
     RootPacing,
     StepPacing,
 )
-from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.metric import Metric, Pace
 from jaxbucket.schedule.paced_runs import PacedRuns, chains
 from jaxbucket.schedule.pacing import pacing_unit
 
@@ -173,51 +172,6 @@ def test_draws_with_replacement_come_from_all_open_examples(case):
             )
         else:
             assert sum(counts)
-
-
-def test_draws_with_replacement_are_uniform():
-    rng = np.random.default_rng(2)
-    lengths = rng.integers(1, 100, 300)
-    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
-    values = {name: rng.permutation(300) for name in "ab"}
-    order = Curriculum(values, lambda epochs: 0.6, replacement=True)
-    schedule = BatchSchedule(plan, lengths, order=order)
-    counts = np.zeros(300, int)
-    for step in range(1000):
-        np.add.at(counts, schedule[step].rows, 1)
-    is_easy = (values["a"] < 180) & (values["b"] < 180)
-    assert np.all(counts[~is_easy] == 0)
-    mean = counts[is_easy].mean()
-    assert mean > 50
-    assert np.all(abs(counts[is_easy] - mean) < 6 * np.sqrt(mean) + 0.02 * mean)
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "group": "mixed"}])
-def test_a_new_schedule_returns_the_same_batch_for_any_step(replacement, options):
-    first = build(CASES[2], replacement, **options)
-    steps = np.random.default_rng(0).permutation(3 * len(first))[:25].tolist()
-    ahead = {step: first.micro_batches(step) for step in sorted(steps)}
-    again = build(CASES[2], replacement, **options)
-    for step in steps:
-        for one, other in zip(ahead[step], again.micro_batches(step), strict=True):
-            assert one.bucket == other.bucket
-            np.testing.assert_array_equal(one.rows, other.rows)
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("pacing", ["cycles", "wave", "value", "low value"])
-def test_a_mapping_of_one_metric_equals_the_plain_form(replacement, pacing):
-    plan, lengths, metrics = problem()
-    pacing = PACINGS[pacing]
-    plain = Curriculum(metrics["noise"], pacing, replacement=replacement)
-    mapped = Curriculum(
-        {"noise": metrics["noise"]}, {"noise": pacing}, replacement=replacement
-    )
-    one, other = (BatchSchedule(plan, lengths, order=x) for x in (plain, mapped))
-    assert one.fingerprint == other.fingerprint
-    for step in range(2 * len(one)):
-        np.testing.assert_array_equal(one[step].rows, other[step].rows)
 
 
 def test_equal_metrics_equal_one_metric():

@@ -136,17 +136,6 @@ def test_policies_apply_to_the_subset():
     np.testing.assert_array_equal(schedule.is_kept, expected)
 
 
-def test_a_run_does_not_resume_with_another_subset():
-    source = [{"x": np.ones(n)} for n in LENGTHS]
-    first = jb.BatchSchedule(PLAN, LENGTHS, subset=SUBSET)
-    position = jb.batch_dataset(source, first).position(3)
-    other = SUBSET.copy()
-    other[np.flatnonzero(SUBSET)[0]] = False
-    changed = jb.batch_dataset(source, jb.BatchSchedule(PLAN, LENGTHS, subset=other))
-    with pytest.raises(ValueError, match="subset"):
-        changed.resume(position)
-
-
 @pytest.mark.parametrize(
     ("subset", "message"),
     [
