@@ -32,7 +32,7 @@ from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import packed_report, packed_rows, row_lengths
+from jaxbucket.schedule.packed_rows import PackedRows, packed_report, row_lengths
 from jaxbucket.schedule.subset import check_lengths_of, subset_digest
 
 # Steps of an epoch over which the imbalance is averaged.
@@ -199,7 +199,7 @@ class BatchSchedule(Schedule):
             slot_seed = self.seed if self._order.is_redrawn else None
             is_kept = None if (kept := self.is_kept).all() else kept
             difficulty = self._order.slot_difficulty(is_kept)
-            self._packed_rows = packed_rows(
+            self._packed_rows = PackedRows(
                 packing, plan, columns, is_kept, slot_seed, difficulty
             )
         # A step is either one tall batch of a single bucket or several batches.

@@ -150,21 +150,15 @@ class Curriculum(Order):
 
 
 def _metrics(difficulty: Any, pacing: Any) -> list[Metric]:
-    if not isinstance(difficulty, Mapping):
-        if isinstance(pacing, Mapping):
-            raise ValueError(
-                f"`pacing` is a mapping with the keys {list(pacing)}, but `difficulty` "
-                "is not. Pass a mapping of both, or one pacing function."
-            )
+    if not isinstance(difficulty, Mapping) and not isinstance(pacing, Mapping):
         return [Metric("difficulty", difficulty, pacing)]
-    if not difficulty:
-        raise ValueError("`difficulty` is an empty mapping. Pass at least one metric.")
     if not isinstance(pacing, Mapping):
         pacing = dict.fromkeys(difficulty, pacing)
-    if set(pacing) != set(difficulty):
+    names = list(difficulty) if isinstance(difficulty, Mapping) else []
+    if not names or set(pacing) != set(names):
         raise ValueError(
-            f"`pacing` has the keys {list(pacing)}, but `difficulty` has "
-            f"{list(difficulty)}. Pass a pacing function for each metric."
+            f"`pacing` has the keys {list(pacing)}, but `difficulty` has {names}. Pass "
+            "mappings with the same names, at least one, or a single pacing function."
         )
     return [
         Metric(f"difficulty[{name!r}]", values, pacing[name])

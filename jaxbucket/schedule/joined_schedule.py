@@ -90,46 +90,30 @@ class JoinedSchedule(Schedule):
 
     def _check(self) -> None:
         steps = self._steps
-        ascending = all(a < b for a, b in itertools.pairwise(steps))
-        if not steps or steps[0] != 0 or not ascending:
+        if not steps or steps != sorted({0, *steps}):
             raise ValueError(
                 f"`schedules` has the steps {steps}. Start with step 0, in ascending "
                 "order: `{0: first, 1000: second}`."
             )
         for step, phase in self.schedules.items():
-            if not isinstance(phase, Schedule):
+            if not isinstance(phase, Schedule) or phase.names:
                 raise ValueError(
                     f"`schedules[{step}]` is a {type(phase).__name__}. Pass a "
-                    "`BatchSchedule` or another schedule."
+                    "`BatchSchedule` or another schedule without names. The weights of "
+                    f"a mixture change by `weights={{0: ..., {step or 1000}: ...}}`."
                 )
-            if phase.names:
+            if self._kind(phase) != self._kind(self._phases[0]):
                 raise ValueError(
-                    f"`schedules[{step}]` is a mixture with names. Change its weights "
-                    f"with `Mixture(..., weights={{0: ..., {step or 1000}: ...}})`."
+                    f"`schedules[{step}]` has other lengths or sequences than "
+                    "`schedules[0]`, or only one of them has packed rows. Pass "
+                    "schedules of the same source. To add examples at a later step, "
+                    "leave them out before with `subset`."
                 )
-            self._check_data(step, phase)
 
-    def _check_data(self, step: int, phase: Schedule) -> None:
-        """Checks that a schedule has the data of the first one."""
-        first = self._phases[0]
-        if phase.data_fingerprint != first.data_fingerprint:
-            raise ValueError(
-                f"`schedules[{step}]` has {len(phase.lengths)} examples with "
-                f"{phase.lengths.sum()} tokens, and `schedules[0]` has "
-                f"{len(first.lengths)} with {first.lengths.sum()}, or other lengths. "
-                "Pass schedules of the same source. To add examples at a later step, "
-                "leave them out before with `subset`."
-            )
-        if phase.sequences != first.sequences:
-            raise ValueError(
-                f"`schedules[{step}]` has the sequences {phase.sequences}, and "
-                f"`schedules[0]` has {first.sequences}. Plan for the same ones."
-            )
-        if (phase.max_segments is None) != (first.max_segments is None):
-            raise ValueError(
-                "`schedules` have both packed rows and rows of one example. Pack the "
-                "rows of all of them or of none."
-            )
+    @staticmethod
+    def _kind(phase: Schedule) -> tuple[Any, ...]:
+        """Returns what all schedules must have in common."""
+        return phase.data_fingerprint, phase.sequences, phase.max_segments is None
 
     def __repr__(self) -> str:
         return f"JoinedSchedule({self.schedules})"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import numbers
 from collections.abc import Callable
@@ -52,13 +53,12 @@ class _Timed:
         """The value of the field that is named like the unit."""
         return getattr(self, self.unit)
 
-    def _check_one_unit(self) -> None:
-        given = [(x, getattr(self, x)) for x in UNITS]
-        given = [f"`{x}={value!r}`" for x, value in given if value is not None]
-        if len(given) > 1:
+    def _check_unit(self) -> None:
+        given = [unit for unit in UNITS if getattr(self, unit) is not None]
+        if len(given) != 1:
             raise ValueError(
-                f"{' and '.join(given)} exclude each other. Pass one of `epochs`, "
-                "`steps` and `tokens`."
+                f"`epochs={getattr(self, 'epochs', None)!r}`, `steps={self.steps!r}` "
+                f"and `tokens={self.tokens!r}`: pass one of them."
             )
 
 
@@ -166,24 +166,14 @@ class StepPacing(_Timed):
         object.__setattr__(self, "shares", tuple(self.shares))
         for share in self.shares:
             check_share("shares", share)
-        self._check_one_unit()
-        if all(getattr(self, unit) is None for unit in UNITS):
-            raise ValueError(
-                "`StepPacing` has no times at which the share changes. Pass `epochs`, "
-                "`steps` or `tokens`."
-            )
+        self._check_unit()
         times = tuple(self.duration)
         object.__setattr__(self, self.unit, times)
-        if len(self.shares) != len(times) + 1:
+        ascending = all(a < b for a, b in itertools.pairwise((0, *times, math.inf)))
+        if not ascending or len(self.shares) != len(times) + 1:
             raise ValueError(
-                f"`shares` has {len(self.shares)} entries for {len(times)} in "
-                f"`{self.unit}`. Pass one share more than `{self.unit}`, the first one "
-                "for the start."
-            )
-        pairs = zip(times, times[1:], strict=False)
-        if not all(a < b for a, b in pairs) or not all(0 < x < math.inf for x in times):
-            raise ValueError(
-                f"`{self.unit}={times}` must be positive, finite and ascending."
+                f"`shares={self.shares}` with `{self.unit}={times}`: pass one share "
+                "more than times, which are positive, finite and ascending."
             )
 
     def __call__(self, progress: float) -> float:
@@ -314,9 +304,9 @@ def open_share(pacing: Pacing, progress: float) -> float:
 
 def _check_duration(pacing: Any) -> None:
     """Sets the default of one epoch, and checks that the duration is positive."""
-    pacing._check_one_unit()
     if all(getattr(pacing, unit) is None for unit in UNITS):
         object.__setattr__(pacing, "epochs", 1.0)
+    pacing._check_unit()
     check_number(pacing.unit, pacing.duration)
 
 
