@@ -16,18 +16,18 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
+from jaxbucket.base.checks import (
+    check_accumulate,
+    check_choice,
+    check_positive,
+    check_seed,
+)
 from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
-from jaxbucket.schedule.balance import (
-    balance_rows,
-    check_num_devices,
-    mean_imbalance,
-    work_of,
-)
+from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
@@ -335,7 +335,7 @@ class BatchSchedule(Schedule):
         """Returns the work of the busiest device relative to the mean of all devices.
 
         The work is that of attention within examples, the sum of their squared lengths.
-        The ratio is averaged over the batches of the first 4,096 steps of an epoch.
+        The ratio is averaged over the first 4,096 steps of an epoch.
 
         Example:
           >>> from jaxbucket import plan_buckets
@@ -354,36 +354,41 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
-        check_num_devices(self.plan, num_devices)
         first = epoch * len(self)
         steps = range(first, first + min(len(self), _MAX_STEPS_MEASURED))
-        batches = (x for step in steps for x in self._micro_batches(step))
-        return mean_imbalance(batches, self._work, num_devices)
+        work = (self.device_work(step, num_devices) for step in steps)
+        return float(np.mean([imbalance(x, num_devices) for x in work]))
 
     def device_work(self, step: int, num_devices: int) -> np.ndarray:
         """Returns the work of each device at a step, `[num_devices]` int64.
 
-          It is counted as in `imbalance`, and added up over the micro-batches. Log it
-          with the metrics of the step.
+        It is counted as in `imbalance`, and added up over the micro-batches. Log it
+        with the metrics of the step.
 
-          Example:
-            >>> from jaxbucket import plan_buckets
-            >>> plan = plan_buckets([8], max_tokens=16, sample=True)
-        >>> schedule = BatchSchedule(plan, [8, 3])
-            >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
-            [9, 64]
+        Example:
+          >>> from jaxbucket import plan_buckets
+          >>> plan = plan_buckets([8], max_tokens=16, sample=True)
+          >>> schedule = BatchSchedule(plan, [8, 3])
+          >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
+          [9, 64]
 
-          Args:
-            step: the step, counted over all epochs.
-            num_devices: the number of devices that share the rows of a batch, in order.
+        Args:
+          step: the step, counted over all epochs.
+          num_devices: the number of devices that share the rows of a batch, in order.
 
-          Raises:
-            IndexError: if `step` is negative.
-            ValueError: if `num_devices` does not divide the batch size of every bucket.
+        Raises:
+          IndexError: if `step` is negative.
+          ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
-        check_num_devices(self.plan, num_devices)
-        work = [work_of(x, self._work) for x in self.micro_batches(step)]
-        return np.sum([x.reshape(num_devices, -1).sum(axis=1) for x in work], axis=0)
+        check_positive("num_devices", num_devices)
+        for bucket in self.plan.buckets:
+            if bucket.batch_size % num_devices:
+                raise ValueError(
+                    f"`num_devices={num_devices}` does not divide the batch size of "
+                    f"bucket {bucket}. Plan with `batch_size_multiple={num_devices}`."
+                )
+        parts = [x.rows.reshape(num_devices, -1) for x in self.micro_batches(step)]
+        return np.sum([self._row_work(x).sum(axis=1) for x in parts], axis=0)
 
     @functools.cached_property
     def _work(self) -> np.ndarray:
