@@ -71,8 +71,12 @@ class PacedRuns:
 
     def of_epoch(self, epoch: int) -> Iterator[Run]:
         levels = self.levels(epoch)
-        later = np.concatenate([levels, self._levels_ahead(epoch)])
         ranks = [self._rows.largest(x, epoch) for x in self.ranks]
+        if len(ranks) == 1:
+            # Its levels always form a chain, whatever comes later.
+            yield self.run(levels, levels[:0], ranks)
+            return
+        later = np.concatenate([levels, self._levels_ahead(epoch)])
         for first, last in chains(levels):
             yield self.run(levels[first:last], later[last:], ranks)
 
