@@ -6,9 +6,9 @@
 For each order and number of examples, a separate process measures the time to plan, to
 create the schedule and to get its first step, the time of random steps in a million
 epochs, and the peak memory of the process, including lengths. A pacing curriculum
-computes an epoch when it is first needed, and so does one of several metrics, and a
-noisy order. Their steps are therefore drawn from a single epoch, and their first step
-includes the time to compute the epoch.
+computes an epoch when it is first needed, and so does one of several metrics. Their
+steps are therefore drawn from a single epoch, and their first step includes the time to
+compute the epoch.
 
 Planning and creating a shuffled schedule are compared with a stable `np.argsort` of the
 same lengths. They run in turn.
@@ -33,7 +33,7 @@ from jaxbucket.schedule.base import Schedule
 
 ORDERS = (
     *("shuffled", "source", "ascending", "descending"),
-    *("grouped", "noisy", "replacement", "pacing", "mixture"),
+    *("grouped", "replacement", "pacing", "mixture"),
     *("metrics", "metrics_replacement"),
 )
 EPOCHS = 1_000_000
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace, size: int, order: str) -> dict[str, Any]:
     even = same_batch_size(plan, args.batch_size)
     schedule = timed(seconds, "schedule_s", lambda: make(order, even, lengths))
     timed(seconds, "first_step_s", lambda: schedule[0])
-    by_epoch = ("noisy", "pacing", "metrics", "metrics_replacement")
+    by_epoch = ("pacing", "metrics", "metrics_replacement")
     epochs = 1 if order in by_epoch else EPOCHS
     lookups = lookup_times(schedule, epochs * len(schedule), args.steps)
     return {
@@ -117,10 +117,7 @@ def make(order: str, plan: jb.BucketPlan, lengths: np.ndarray) -> Schedule:
     if order in ("metrics", "metrics_replacement"):
         curriculum = three_metrics(lengths, replacement=order == "metrics_replacement")
         return jb.BatchSchedule(plan, lengths, order=curriculum)
-    named = {
-        "grouped": jb.schedule.GroupedByLength(),
-        "noisy": jb.schedule.NoisySorted(),
-    }
+    named = {"grouped": jb.schedule.GroupedByLength()}
     return jb.BatchSchedule(plan, lengths, order=named.get(order, order))  # pyright: ignore
 
 

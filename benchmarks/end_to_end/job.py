@@ -151,13 +151,17 @@ def plan(
 
 
 def dataset(
-    job: Job, args: argparse.Namespace, schedule: jb.BatchSchedule
+    job: Job,
+    args: argparse.Namespace,
+    schedule: jb.BatchSchedule,
+    start_step: int = 0,
 ) -> BatchDataset:
     """Returns the batches of this process."""
     return jb.batch_dataset(
         job.train.source,
         schedule,
         shard=jb.sharding.local_rows(job.mesh),
+        start_step=start_step,
         # A run with `--seconds` ends when the time is up.
         num_steps=sys.maxsize if args.seconds else args.steps,
     )

@@ -109,7 +109,7 @@ def remaining(
         return whole.resume(position)
     except ValueError as error:
         if args.resume_changed:
-            return dataset(job, args, job.train.schedule.continue_with(position))
+            return dataset(job, args, job.train.schedule, position.step)
         raise ValueError(f"{error} In this program, use `--resume-changed`.") from None
 
 

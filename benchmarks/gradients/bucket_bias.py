@@ -162,8 +162,7 @@ def _choose(
       pairs of a step and the index of a micro-batch, in the order of the steps.
     """
     schedule = batches.schedule
-    epoch = -(-(batches.start_step - schedule.first_step) // len(schedule))
-    first = schedule.first_step + epoch * len(schedule)
+    first = -(-batches.start_step // len(schedule)) * len(schedule)
     steps = range(first, first + len(schedule))
     bucket_of = [x.bucket for step in steps for x in schedule.micro_batches(step)]
     random = np.random.default_rng(seed)

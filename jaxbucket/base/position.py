@@ -12,9 +12,8 @@ from jaxbucket.base.checks import check_integer
 _FINGERPRINT = "fingerprint"
 # The number of processes of a stream, None if it is unknown; absent for a schedule.
 _PROCESSES = "processes"
-# What only later steps of streams depend on. Processes must agree on it, but it may
-# change.
-_LATER = "later_plans"
+# What only later steps depend on. Processes must agree on it, but it may change.
+_LATER = "later"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +29,7 @@ class DataPosition:
       plan: a description of the shapes and the overlong policy.
       data: a description of the data: the number of examples and tokens, with a
         fingerprint of the lengths and of a few examples.
-      schedule: the seed and the order, and the position that the schedule continues, if
-        any.
+      schedule: the seed, the order and all other options.
 
     Raises:
       ValueError: if `step` is not an integer, or is negative.
@@ -96,27 +94,15 @@ class DataPosition:
             return
         if _PROCESSES in other.schedule:
             self._refuse_stream(other, changes)
-        if other._continues(self) and self.schedule.get("continues"):
-            raise ValueError(
-                f"Cannot resume at step {self.step}, because the schedule continues "
-                "from this position, although the run has continued from another "
-                "schedule before. Remove `continue_with` to resume the run."
-            )
-        if other._continues(self):
-            raise ValueError(
-                f"Cannot resume at step {self.step}, because the schedule continues "
-                "from exactly this position, through `continue_with`. The schedule "
-                "already starts at this step. Do not call `resume`."
-            )
         raise ValueError(
             f"Cannot resume at step {self.step}, because the plan, the data or the "
             f"schedule has changed (saved -> now): {'; '.join(changes)}. Restore the "
-            "previous settings, save to a different folder, or continue deliberately "
-            "with `schedule.continue_with(position)`."
+            "previous settings, save to a different folder, or change the schedule at "
+            f"this step with `JoinedSchedule({{0: old, {self.step}: new}})`."
         )
 
     def _refuse_stream(self, other: DataPosition, changes: list[str]) -> NoReturn:
-        """Raises a ValueError for a stream, which has no `continue_with`."""
+        """Raises a ValueError for a stream, whose remedies are others."""
         before, now = self.schedule[_PROCESSES], other.schedule[_PROCESSES]
         if before != now:
             raise ValueError(
@@ -153,11 +139,6 @@ class DataPosition:
             changes["plan"].pop("step_costs", None)
         texts = [text for part in changes.values() for text in part.values()]
         return [*texts, buckets] if buckets else texts
-
-    def _continues(self, other: DataPosition) -> bool:
-        """Returns whether the schedule was continued with the other position."""
-        first_step, continues = map(self.schedule.get, ("first_step", "continues"))
-        return (first_step, continues) == (other.step, other.schedule[_FINGERPRINT])
 
 
 def _changes(

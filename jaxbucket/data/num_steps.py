@@ -45,25 +45,25 @@ def run_end(num_steps: float | None, num_epochs: int | None) -> RunEnd | None:
 
 def epoch_end(schedule: Schedule, step: int) -> RunEnd:
     """Returns the end of the epoch that contains `step`."""
-    return RunEnd(num_epochs=schedule.epoch_at(max(step, schedule.first_step)) + 1)
+    return RunEnd(num_epochs=schedule.epoch_at(max(step, 0)) + 1)
 
 
 def check_steps(schedule: Schedule, start_step: int, end: RunEnd) -> int:
     """Returns the step at which a run ends.
 
     Raises:
-      ValueError: if `start_step` is before the schedule's first step or after the end
-        of the run, or if the end is beyond `sys.maxsize`.
+      ValueError: if `start_step` is negative or after the end of the run, or if the
+        end is beyond `sys.maxsize`.
     """
-    first_step, num_steps = schedule.first_step, end.step(schedule)
+    num_steps = end.step(schedule)
     if num_steps > sys.maxsize:
         raise ValueError(
             f"The run ends at step {num_steps}, beyond {sys.maxsize}. Pass "
             "`num_steps=math.inf` for a run without end."
         )
-    if not first_step <= start_step <= num_steps:
+    if not 0 <= start_step <= num_steps:
         raise ValueError(
-            f"`start_step={start_step}` must be between {first_step} and the end "
-            f"of the run, `num_steps={num_steps}`."
+            f"`start_step={start_step}` must be between 0 and the end of the run, "
+            f"`num_steps={num_steps}`."
         )
     return num_steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import sys
@@ -36,7 +35,7 @@ def batch_dataset(
     schedule: Schedule,
     *,
     shard: RowShard | None = None,
-    start_step: int | None = None,
+    start_step: int = 0,
     num_steps: float | None = None,
     num_epochs: int | None = None,
     sequences: Sequences = None,
@@ -64,7 +63,7 @@ def batch_dataset(
         `pad_value` and `transform` may be mappings with the same names.
       schedule: determines which examples fill which bucket at each step.
       shard: the rows this process loads, from `local_rows(mesh)`. By default all rows.
-      start_step: the step of element 0. By default the schedule's first step.
+      start_step: the step of element 0.
       num_steps: the step at which the run ends, counted from step 0 across epochs;
         `math.inf` for a run without end. By default the run ends with the epoch of
         `start_step`.
@@ -81,10 +80,10 @@ def batch_dataset(
       transform: random augmentation, `(example, rng) -> example`, which must keep the
         length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d
         object array, read with `example["audio"].item()`. `rng` is a
-        `np.random.Generator` determined by the schedule's seed and first step, the
-        epoch and the example's index; if an epoch may contain an example several
-        times, also by its place in the batch. Seed other random generators from it,
-        for example with `rng.integers(2**63)` or `rng.spawn`.
+        `np.random.Generator` determined by the schedule's seed, the step at
+        which it starts, the epoch and the example's index; if an epoch may contain an
+        example several times, also by its place in the batch. Seed other random
+        generators from it, for example with `rng.integers(2**63)` or `rng.spawn`.
 
     Returns:
       The dataset. Its length is the number of steps from `start_step` to the end.
@@ -106,7 +105,7 @@ def batch_dataset(
         "pad_value": pad_value,
         "transform": transform,
     }
-    has_names = isinstance(schedule, Mixture) and bool(schedule.names)
+    has_names = bool(schedule.names)
     if has_names != isinstance(source, Mapping):
         raise ValueError(
             f"`source` is a {type(source).__name__}. A `Mixture` with names takes a "
@@ -126,15 +125,10 @@ class BatchDataset(grain.MapDataset[Batch]):
     Indices beyond its length are valid and return the batches of later steps.
     """
 
-    def __init__(
-        self, reader: Reader, start_step: int | None, end: RunEnd | None = None
-    ):
+    def __init__(self, reader: Reader, start_step: int = 0, end: RunEnd | None = None):
         super().__init__()
-        if start_step is None:
-            start_step = reader.schedule.first_step
         self._reader = reader
         self._start_step = check_integer("start_step", start_step)
-        self._ends_with_epoch = end is None
         self._end = end or epoch_end(reader.schedule, self._start_step)
         self._num_steps = check_steps(reader.schedule, self._start_step, self._end)
 
@@ -205,7 +199,8 @@ class BatchDataset(grain.MapDataset[Batch]):
         transform batches after this call. The arguments are those of Grain.
         """
         batches = super().to_iter_dataset(*args, **options)
-        first = functools.partial(self.position, self._start_step)
+        schedule = self._reader.schedule
+        first = functools.partial(_position, self._reader, self._start_step, schedule)
         return BatchIterDataset(batches, first)
 
     def position(self, step: int) -> DataPosition:
@@ -216,17 +211,16 @@ class BatchDataset(grain.MapDataset[Batch]):
 
         Returns:
           The step and the fingerprints of the plan, the data and the schedule, which
-          `resume` compares. A transform is identified by its name only, not by its
-          code.
+          `resume` compares. Those of a `JoinedSchedule` are of the schedules that have
+          begun. A transform is identified by its name only, not by its code.
         """
-        return _position(self._reader, step)
+        return _position(self._reader, step, self._reader.schedule.before(step))
 
     def resume(self, position: DataPosition) -> BatchDataset:
         """Returns the rest of a run, bit for bit the same, from a saved position.
 
-        A dataset of `schedule.continue_with(position)` already starts at `position`, so
-        do not call `resume(position)` on it. To resume that run from a later position,
-        call `resume` on a dataset of `schedule` itself.
+        To change the schedule at this or a later step, resume with a `JoinedSchedule`
+        of the old one and the new one.
 
         Example:
           >>> from jaxbucket import BatchSchedule, plan_buckets
@@ -246,51 +240,22 @@ class BatchDataset(grain.MapDataset[Batch]):
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
             `pad_value` or the name of the transform differs, naming each change; if the
-            schedule continues from `position` by `continue_with`; if the run ends
-            before the position; or if `position` is not a `DataPosition`.
+            run ends before the position; or if `position` is not a `DataPosition`.
         """
         check_position(position)
-        reader, end = self._reader, self._end
-        schedule = _continue_like(reader.schedule, position)
-        if schedule is not reader.schedule:
-            reader = dataclasses.replace(reader, schedule=schedule)
-            if self._ends_with_epoch:
-                # End with the epoch of the last completed step.
-                end = epoch_end(schedule, position.step - 1)
         # Compared first: the end of a different run would be a misleading error.
-        position.check_same(_position(reader, position.step))
-        if position.step > end.step(schedule):
+        position.check_same(self.position(position.step))
+        end = self._end.step(self.schedule)
+        if position.step > end:
             raise ValueError(
-                f"The run ends at step {end.step(schedule)}, before the position's "
-                f"step {position.step}. Increase `num_steps` or `num_epochs`."
+                f"The run ends at step {end}, before the position's step "
+                f"{position.step}. Increase `num_steps` or `num_epochs`."
             )
-        return BatchDataset(reader, position.step, end)
+        return BatchDataset(self._reader, position.step, self._end)
 
 
-def _continue_like(schedule: Schedule, position: DataPosition) -> Schedule:
-    """Returns the schedule, continued as the run of the position was.
-
-    A run that deliberately continued a different one may then be resumed unchanged.
-    """
-    continues = position.schedule.get("continues")
-    if schedule.continues is not None or continues is None:
-        return schedule
-    first_step = position.schedule.get("first_step")
-    if (
-        not isinstance(first_step, int)
-        or not 0 <= first_step <= position.step
-        or not isinstance(continues, str)
-    ):
-        raise ValueError(
-            f"`position` is damaged: it continues {continues!r} from step "
-            f"{first_step!r} but is at step {position.step}. Restore an earlier "
-            "checkpoint."
-        )
-    return schedule.starting_at(first_step, continues)
-
-
-def _position(reader: Reader, step: int) -> DataPosition:
-    schedule = reader.schedule
+def _position(reader: Reader, step: int, schedule: Schedule) -> DataPosition:
+    """Returns the position of a schedule that is all of the reader's or a part."""
     fingerprint = digest(schedule.data_fingerprint.encode(), reader.contents.encode())
     return DataPosition(
         step,
@@ -302,10 +267,9 @@ def _position(reader: Reader, step: int) -> DataPosition:
         },
         {
             **schedule.config(),
-            "first_step": schedule.first_step,
-            "continues": schedule.continues,
             **reader.describe(),
             "fingerprint": schedule.fingerprint,
+            "later": reader.schedule.fingerprint,
         },
     )
 

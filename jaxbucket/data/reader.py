@@ -273,7 +273,7 @@ class BatchReader:
           ValueError: if the example cannot be read, or cannot be part of a batch.
         """
         purpose = ", the template for all batches,"
-        draws, *_ = self.schedule.draws(self.schedule.first_step)
+        draws, *_ = self.schedule.draws(0)
         example = self._transformed(0, 0, draws, purpose)
         collate = functools.partial(
             collate_rows,

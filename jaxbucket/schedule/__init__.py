@@ -19,9 +19,7 @@ with _lazy_names(globals()):
     from jaxbucket.schedule.mixture import Mixture as Mixture
     from jaxbucket.schedule.mixture_report import ComponentReport as ComponentReport
     from jaxbucket.schedule.mixture_report import MixtureReport as MixtureReport
-    from jaxbucket.schedule.noisy_sorted import NoisySorted as NoisySorted
     from jaxbucket.schedule.pacing import ByValue as ByValue
-    from jaxbucket.schedule.pacing import CyclicPacing as CyclicPacing
     from jaxbucket.schedule.pacing import LinearPacing as LinearPacing
     from jaxbucket.schedule.pacing import RootPacing as RootPacing
     from jaxbucket.schedule.pacing import StepPacing as StepPacing

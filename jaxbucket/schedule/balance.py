@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
-
-from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
-from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_positive
 
 
 def balance_rows(work: np.ndarray) -> np.ndarray:
@@ -67,38 +61,3 @@ def imbalance(work: np.ndarray, num_parts: int) -> float:
     """
     sums = work.reshape(num_parts, -1).sum(axis=1)
     return float(sums.max() / sums.mean()) if sums.any() else 1.0
-
-
-def mean_imbalance(
-    batches: Iterable[BatchIndices], work: np.ndarray, num_devices: int
-) -> float:
-    """Returns the mean `imbalance` of batches.
-
-    Args:
-      batches: the batches whose rows are divided among the devices.
-      work: `[N]` numbers, the work of each example.
-      num_devices: the number of devices, a divisor of every batch size.
-    """
-    return float(np.mean([imbalance(work_of(x, work), num_devices) for x in batches]))
-
-
-def work_of(batch: BatchIndices, work: np.ndarray) -> np.ndarray:
-    """Returns the work of each row of a batch, `[B]`.
-
-    Args:
-      batch: the batch.
-      work: `[N]` numbers, the work of each example.
-    """
-    rows = batch.rows.reshape(batch.bucket.batch_size, -1)
-    return np.where(rows == EMPTY_ROW, 0, work[rows]).sum(axis=1)
-
-
-def check_num_devices(plan: BucketPlan, num_devices: int) -> None:
-    """Raises a ValueError if a number of devices does not divide every B of a plan."""
-    check_positive("num_devices", num_devices)
-    for bucket in plan.buckets:
-        if bucket.batch_size % num_devices:
-            raise ValueError(
-                f"`num_devices={num_devices}` does not divide the batch size of bucket "
-                f"{bucket}. Plan with `batch_size_multiple={num_devices}`."
-            )

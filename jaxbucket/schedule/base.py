@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-import copy
 import functools
+import json
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
-from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.schedule.example_draws import BatchDraws
 
 
@@ -34,10 +33,7 @@ class Schedule(abc.ABC):
       parts: sequence name -> `[N]` integers, the lengths of this sequence, which add
         up to `lengths`; None unless examples have several sequences.
       subset: `[N]` bool, the examples of an epoch; None for all.
-      first_step: the step at which the first epoch starts; 0 unless the schedule was
-        created by `continue_with`.
-      continues: the fingerprint of the schedule that provides the earlier steps; None
-        if there is no such schedule.
+      names: the names of components with sources of their own; usually empty.
     """
 
     plans: tuple[BucketPlan, ...]
@@ -46,8 +42,7 @@ class Schedule(abc.ABC):
     max_segments: int | None = None
     parts: dict[str, np.ndarray] | None = None
     subset: np.ndarray | None = None
-    first_step: int = 0
-    continues: str | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def plan(self) -> BucketPlan:
@@ -126,7 +121,7 @@ class Schedule(abc.ABC):
 
     @abc.abstractmethod
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Returns the micro-batches of a step, counted from `first_step`."""
+        """Returns the micro-batches of a step that is not negative."""
 
     @abc.abstractmethod
     def _draws(self, step: int) -> tuple[BatchDraws, ...]:
@@ -135,50 +130,6 @@ class Schedule(abc.ABC):
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
         """Returns all options except the plan and the lengths, as plain Python."""
-
-    @abc.abstractmethod
-    def _fingerprint_parts(self) -> list[str]:
-        """Returns the contents of the fingerprint except the plan and the lengths."""
-
-    def continue_with(self, position: DataPosition) -> Self:
-        """Returns a copy of this schedule that takes over from another at a position.
-
-        Use this to continue a run with more data, a different plan or a different
-        seed. The first epoch of the copy starts at the step of the position. Earlier
-        steps belong to the schedule that the position comes from.
-
-        Call this once, when the new run starts, because every call with a newer
-        position starts another epoch there. To resume the new run later, call `resume`
-        on a loader of this schedule itself.
-
-        Example:
-          >>> from jaxbucket import BatchSchedule, batch_dataset, plan_buckets
-          >>> source = [{"x": [1] * n} for n in (1, 2, 3, 4)]
-          >>> plan = plan_buckets([4], max_tokens=8, sample=True)
-          >>> before = BatchSchedule(plan, [1, 2], seed=0)
-          >>> position = batch_dataset(source[:2], before).position(7)
-          >>> grown = BatchSchedule(plan, [1, 2, 3, 4], seed=0).continue_with(position)
-          >>> grown.first_step, len(grown)
-          (7, 2)
-
-        Args:
-          position: the position of the dataset that used the previous schedule.
-
-        Returns:
-          A schedule of the same type whose `first_step` is the step of `position`.
-
-        Raises:
-          ValueError: if `position` is not a `DataPosition`.
-        """
-        check_position(position)
-        return self.starting_at(position.step, position.schedule["fingerprint"])
-
-    def starting_at(self, first_step: int, continues: str | None) -> Self:
-        """Returns a copy of this schedule with new `first_step` and `continues`."""
-        moved = copy.copy(self)
-        moved.first_step = first_step
-        moved.continues = continues
-        return moved
 
     def __len__(self) -> int:
         """Returns the number of steps in one epoch.
@@ -189,7 +140,7 @@ class Schedule(abc.ABC):
 
     def __iter__(self) -> Iterator[Any]:
         """Returns an iterator over the batches of the first epoch."""
-        return (self[self.first_step + step] for step in range(len(self)))
+        return (self[step] for step in range(len(self)))
 
     def __getitem__(self, step: int) -> Any:
         """Returns the buckets and rows of any step of any epoch.
@@ -201,7 +152,7 @@ class Schedule(abc.ABC):
           A `BatchIndices` if `accumulate` is 1, and a tuple of them otherwise.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
         micro = self.micro_batches(step)
         return micro[0] if self.accumulate == 1 else micro
@@ -213,9 +164,9 @@ class Schedule(abc.ABC):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        return self._micro_batches(self._check_step(step) - self.first_step)
+        return self._micro_batches(_check_step(step))
 
     def draws(self, step: int) -> tuple[BatchDraws, ...]:
         """Returns the random numbers for the examples of each micro-batch of a step.
@@ -224,11 +175,9 @@ class Schedule(abc.ABC):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        first = self.first_step
-        draws = self._draws(self._check_step(step) - first)
-        return tuple(x._replace(first_step=first + x.first_step) for x in draws)
+        return self._draws(_check_step(step))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch of a step, counted from 0.
@@ -237,9 +186,9 @@ class Schedule(abc.ABC):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        return self._epoch_of(self._check_step(step) - self.first_step)
+        return self._epoch_of(_check_step(step))
 
     def epoch_start(self, epoch: int) -> int:
         """Returns the step at which an epoch starts.
@@ -252,26 +201,15 @@ class Schedule(abc.ABC):
         """
         if check_integer("epoch", epoch) < 0:
             raise ValueError(f"`epoch={epoch}` must not be negative.")
-        return self.first_step + self._start_of(epoch)
+        return self._start_of(epoch)
 
     def _epoch_of(self, step: int) -> int:
-        """Returns the epoch of a step, counted from `first_step`."""
+        """Returns the epoch of a step that is not negative."""
         return step // self.steps_per_epoch
 
     def _start_of(self, epoch: int) -> int:
-        """Returns the first step of an epoch, counted from `first_step`."""
+        """Returns the first step of an epoch that is not negative."""
         return epoch * self.steps_per_epoch
-
-    def _check_step(self, step: int) -> int:
-        step = operator.index(step)
-        if step < 0:
-            raise IndexError(f"`step={step}` must not be negative.")
-        if step < self.first_step:
-            raise IndexError(
-                f"`step={step}` is before the first step of this schedule, "
-                f"{self.first_step}. Use the schedule that it continues."
-            )
-        return step
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
@@ -282,14 +220,20 @@ class Schedule(abc.ABC):
     @property
     def fingerprint(self) -> str:
         """32 hex digits that identify all batches: plan, lengths and configuration."""
-        parts = [
-            *(plan.fingerprint for plan in self.plans),
-            self.data_fingerprint,
-            *self._fingerprint_parts(),
-        ]
-        if self.continues is not None:
-            parts += [str(self.first_step), self.continues]
-        return digest("\n".join(parts).encode())
+        plans = [plan.fingerprint for plan in self.plans]
+        parts = [plans, self.data_fingerprint, self.config()]
+        return digest(json.dumps(parts).encode())
+
+    def before(self, step: int) -> Schedule:
+        """Returns a schedule of the steps before a step, without later changes."""
+        return self
+
+
+def _check_step(step: int) -> int:
+    step = operator.index(step)
+    if step < 0:
+        raise IndexError(f"`step={step}` must not be negative.")
+    return step
 
 
 def _any_of(policies: Sequence[bool | list[str]]) -> bool | list[str]:

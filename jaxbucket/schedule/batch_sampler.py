@@ -8,7 +8,6 @@ from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.schedule.base import Schedule
-from jaxbucket.schedule.mixture import Mixture
 
 
 class BatchSampler:
@@ -53,7 +52,7 @@ class BatchSampler:
                 f"`schedule` is a {type(schedule).__name__}. Pass a `BatchSchedule` or "
                 "a `Mixture`."
             )
-        if isinstance(schedule, Mixture) and schedule.names:
+        if schedule.names:
             raise ValueError(
                 f"`schedule` is a mixture with the names {list(schedule.names)}, but "
                 "the indices of one source are needed here. Pass a `Mixture` of a list "

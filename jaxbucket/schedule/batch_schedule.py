@@ -9,32 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
+from jaxbucket.base.checks import (
+    check_accumulate,
+    check_choice,
+    check_positive,
+    check_seed,
+)
 from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
-from jaxbucket.schedule.balance import (
-    balance_rows,
-    check_num_devices,
-    mean_imbalance,
-    work_of,
-)
+from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.opening import Opening, OpeningSteps
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import packed_report, packed_rows, row_lengths
+from jaxbucket.schedule.packed_rows import PackedRows, packed_report, row_lengths
 from jaxbucket.schedule.subset import check_lengths_of, subset_digest
 
 # Steps of an epoch over which the imbalance is averaged.
@@ -60,7 +58,6 @@ class BatchSchedule(Schedule):
       order, and a batch comes as soon as it is full.
     * "ascending", "descending": every epoch is the same. Each bucket takes its examples
       by length, and batches are sorted by the length of their longest example.
-    * `NoisySorted()`: every epoch draws new batches, by length with random noise.
     * `GroupedByLength()`: every epoch draws new batches, whose examples have similar
       lengths. The buckets are spread as in "spread".
     * a `Curriculum`: every epoch draws new batches, and every step draws from the
@@ -95,9 +92,9 @@ class BatchSchedule(Schedule):
       remainder: the policy for examples that do not fill a batch: "cheapest" as above,
         "promote" to always move them up, "pad" to always keep them in their bucket, or
         "drop" to leave them out. If epochs are redrawn, each drops different examples.
-      opening: the first batches of the first epoch: pairs of a bucket and a number of
-        steps, or "largest_first" for one batch of the bucket with the most tokens. The
-        other batches of that epoch follow in the usual order.
+      opening: "largest_first" if the first epoch starts with a batch of the bucket with
+        the most tokens, so that a lack of memory becomes apparent immediately. Its
+        other batches follow in the usual order. None for the usual order only.
       accumulate: the number of micro-batches in a step; if it is not 1,
         `schedule[step]` is a tuple.
       packing: rows of several examples, created by `pack`; None for one example per
@@ -116,15 +113,12 @@ class BatchSchedule(Schedule):
         step of an epoch.
       flow: the number of rows and batches of every bucket in one epoch. Micro-batches
         that share a step because of `group="same"` count as one batch.
-      first_step: the step at which the first epoch starts; 0 unless the schedule was
-        created by `continue_with`.
-      continues: the fingerprint of the schedule that provides the earlier steps; None
-        if there is no such schedule.
 
     Raises:
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
-        `remainder` or `group` is unknown; if the first epoch does not have the batches
-        of `opening`; if `seed` is out of range; if `packing` is for different lengths,
+        `remainder`, `opening` or `group` is unknown; if `opening` is combined with a
+        `Curriculum` with replacement; if `seed` is out of range; if `packing` is for
+        different lengths,
         does not fit the plan, is combined with a `Curriculum` with replacement, or is
         missing for a plan for packed rows; if `subset` selects no example, or is not
         `[N]` bool or different indices.
@@ -138,7 +132,7 @@ class BatchSchedule(Schedule):
         seed: int = 0,
         order: OrderName | Order = "spread",
         remainder: Remainder = "cheapest",
-        opening: Opening | None = None,
+        opening: Literal["largest_first"] | None = None,
         accumulate: int = 1,
         group: Group = "same",
         packing: Packing | None = None,
@@ -164,20 +158,31 @@ class BatchSchedule(Schedule):
         self.packing = packing
         self.balance = bool(balance)
         self.remainder: Remainder = remainder
-        if opening is not None and not isinstance(opening, str):
-            opening = list(opening)
-        self.opening: Opening | None = opening
+        if opening is not None:
+            check_choice("opening", opening, ["largest_first"])
+            if self._order.replacement:
+                raise ValueError(
+                    "`opening` requires `replacement=False`, because it rearranges the "
+                    "batches of an epoch. Remove one of the two."
+                )
+        self.opening: Literal["largest_first"] | None = opening
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
         self._set_rows(columns)
-        self._opening = (
-            OpeningSteps(plan, self.flow.batches, opening, self._batches_per_step)
-            if opening
-            else None
-        )
+        first = self._largest_batch() if opening else None
         self._epochs = self._order.epoch_order(
-            self._rows, total_lengths(self._row_lengths), self.seed, self._opening
+            self._rows, total_lengths(self._row_lengths), self.seed, first
         )
+
+    def _largest_batch(self) -> int:
+        """Returns the number of the first batch of the bucket with the most tokens."""
+        buckets, batches = self.plan.buckets, self.flow.batches
+
+        def size(index: int) -> tuple[Any, ...]:
+            # For equal numbers of tokens, the longest rows cost the most.
+            return buckets[index].num_tokens, buckets[index].seq_len
+
+        return int(batches[: max(np.flatnonzero(batches).tolist(), key=size)].sum())
 
     def _set_rows(self, columns: np.ndarray) -> None:
         """Assigns the examples, or packed rows, to the rows of batches.
@@ -194,7 +199,7 @@ class BatchSchedule(Schedule):
             slot_seed = self.seed if self._order.is_redrawn else None
             is_kept = None if (kept := self.is_kept).all() else kept
             difficulty = self._order.slot_difficulty(is_kept)
-            self._packed_rows = packed_rows(
+            self._packed_rows = PackedRows(
                 packing, plan, columns, is_kept, slot_seed, difficulty
             )
         # A step is either one tall batch of a single bucket or several batches.
@@ -215,11 +220,6 @@ class BatchSchedule(Schedule):
     def flow(self) -> RowFlow:
         """The number of rows and batches of every bucket in one epoch."""
         return self._rows.flow
-
-    @property
-    def opening_pairs(self) -> list[list[int]]:
-        """The opening as `[[B, T, num_batches], ...]`; empty without an opening."""
-        return [] if self._opening is None else self._opening.entries
 
     @property
     def steps_per_epoch(self) -> int:
@@ -335,7 +335,7 @@ class BatchSchedule(Schedule):
         """Returns the work of the busiest device relative to the mean of all devices.
 
         The work is that of attention within examples, the sum of their squared lengths.
-        The ratio is averaged over the batches of the first 4,096 steps of an epoch.
+        The ratio is averaged over the first 4,096 steps of an epoch.
 
         Example:
           >>> from jaxbucket import plan_buckets
@@ -354,36 +354,41 @@ class BatchSchedule(Schedule):
         Raises:
           ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
-        check_num_devices(self.plan, num_devices)
         first = epoch * len(self)
         steps = range(first, first + min(len(self), _MAX_STEPS_MEASURED))
-        batches = (x for step in steps for x in self._micro_batches(step))
-        return mean_imbalance(batches, self._work, num_devices)
+        work = (self.device_work(step, num_devices) for step in steps)
+        return float(np.mean([imbalance(x, num_devices) for x in work]))
 
     def device_work(self, step: int, num_devices: int) -> np.ndarray:
         """Returns the work of each device at a step, `[num_devices]` int64.
 
-          It is counted as in `imbalance`, and added up over the micro-batches. Log it
-          with the metrics of the step.
+        It is counted as in `imbalance`, and added up over the micro-batches. Log it
+        with the metrics of the step.
 
-          Example:
-            >>> from jaxbucket import plan_buckets
-            >>> plan = plan_buckets([8], max_tokens=16, sample=True)
-        >>> schedule = BatchSchedule(plan, [8, 3])
-            >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
-            [9, 64]
+        Example:
+          >>> from jaxbucket import plan_buckets
+          >>> plan = plan_buckets([8], max_tokens=16, sample=True)
+          >>> schedule = BatchSchedule(plan, [8, 3])
+          >>> sorted(schedule.device_work(step=0, num_devices=2).tolist())
+          [9, 64]
 
-          Args:
-            step: the step, counted over all epochs.
-            num_devices: the number of devices that share the rows of a batch, in order.
+        Args:
+          step: the step, counted over all epochs.
+          num_devices: the number of devices that share the rows of a batch, in order.
 
-          Raises:
-            IndexError: if `step` is negative or before `first_step`.
-            ValueError: if `num_devices` does not divide the batch size of every bucket.
+        Raises:
+          IndexError: if `step` is negative.
+          ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
-        check_num_devices(self.plan, num_devices)
-        work = [work_of(x, self._work) for x in self.micro_batches(step)]
-        return np.sum([x.reshape(num_devices, -1).sum(axis=1) for x in work], axis=0)
+        check_positive("num_devices", num_devices)
+        for bucket in self.plan.buckets:
+            if bucket.batch_size % num_devices:
+                raise ValueError(
+                    f"`num_devices={num_devices}` does not divide the batch size of "
+                    f"bucket {bucket}. Plan with `batch_size_multiple={num_devices}`."
+                )
+        parts = [x.rows.reshape(num_devices, -1) for x in self.micro_batches(step)]
+        return np.sum([self._row_work(x).sum(axis=1) for x in parts], axis=0)
 
     @functools.cached_property
     def _work(self) -> np.ndarray:
@@ -402,45 +407,15 @@ class BatchSchedule(Schedule):
         rows = [self._rows.bucket_examples(k)[:number] for k, number in num_rows]
         return np.concatenate(rows)
 
-    @property
-    def _is_stratified(self) -> bool:
-        """Whether each step has short and long batches."""
-        return self._order.is_stratified and self._batches_per_step > 1
-
     def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
+        return {
             "seed": self.seed,
             "order": str(self._order),
             "remainder": self.remainder,
-            "opening": self.opening_pairs,
+            "opening": self.opening,
+            "accumulate": self.accumulate,
+            "group": self.group,
+            "balance": self.balance,
+            "packing": self.packing and self.packing.fingerprint,
+            "subset": None if self.subset is None else subset_digest(self.subset),
         }
-        if self.accumulate > 1:
-            config |= {"accumulate": self.accumulate, "group": self.group}
-        if self._is_stratified:
-            config["stratified"] = True
-        if self.balance:
-            config["balance"] = True
-        if self.packing is not None:
-            config["packing"] = self.packing.fingerprint
-        if self.subset is not None:
-            config["subset"] = subset_digest(self.subset)
-        return config
-
-    def _fingerprint_parts(self) -> list[str]:
-        parts = [str(self.seed), str(self._order)]
-        # Defaults are left out, so that fingerprints from before an option stay valid.
-        if self.remainder != "cheapest":
-            parts += ["remainder", self.remainder]
-        if self.opening_pairs:
-            parts += ["opening", json.dumps(self.opening_pairs)]
-        if self.accumulate > 1:
-            parts += ["accumulate", str(self.accumulate), self.group]
-        if self._is_stratified:
-            parts.append("stratified")
-        if self.balance:
-            parts.append("balance")
-        if self.packing is not None:
-            parts += ["packing", self.packing.fingerprint]
-        if self.subset is not None:
-            parts += ["subset", subset_digest(self.subset)]
-        return parts

@@ -11,11 +11,11 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.easy_draws import EasyDraws, OpenByOne, OpenBySeveral
+from jaxbucket.schedule.easy_draws import EasyDraws
 from jaxbucket.schedule.metric import Metric
 from jaxbucket.schedule.orders import EpochOrder, Order
 from jaxbucket.schedule.paced_order import PacedOrder
-from jaxbucket.schedule.paced_runs import OneMetric, SeveralMetrics
+from jaxbucket.schedule.paced_runs import PacedRuns
 from jaxbucket.schedule.pacing import LinearPacing, Pacing
 
 Difficulty: TypeAlias = ArrayLike | DifficultyIndex
@@ -74,8 +74,8 @@ class Curriculum(Order):
         gets the number of completed steps, or of real tokens if every step had the
         mean of an epoch. `ByValue` opens difficulties up to a value in place of a
         share. For several metrics, name -> a function, or one function for all
-        of them. A schedule created by `continue_with` counts its own epochs,
-        steps and tokens.
+        of them. A schedule that a `JoinedSchedule` starts later counts its own
+        epochs, steps and tokens.
       replacement: whether every step draws from all open examples, as described above.
 
     Attributes:
@@ -104,8 +104,6 @@ class Curriculum(Order):
         if isinstance(difficulty, Mapping):
             self.difficulty = dict(zip(difficulty, values, strict=True))
         self.replacement = bool(replacement)
-        is_sorted_once = self.replacement and len(values) == 1
-        self.within = values[0] if is_sorted_once else "source"
 
     def __repr__(self) -> str:
         metrics = ""
@@ -136,26 +134,13 @@ class Curriculum(Order):
             )
 
     def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
-        if len(self._metrics) == 1:
-            return self._metrics[0].values
         return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])
 
-    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        if self.replacement and opening is not None:
-            raise ValueError(
-                "`opening` requires `replacement=False`, because it rearranges the "
-                "batches of an epoch that has every example once. Remove one of the "
-                "two."
-            )
-        if len(self._metrics) == 1:
-            runs = OneMetric(self._metrics[0], rows)
-            open_examples = functools.partial(OpenByOne, runs, rows)
-        else:
-            runs = SeveralMetrics(self._metrics, rows)
-            open_examples = functools.partial(OpenBySeveral, runs, rows)
+    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
+        runs = PacedRuns(self._metrics, rows)
         if self.replacement:
-            return EasyDraws(open_examples(), rows, seed)
-        return PacedOrder(runs, rows, seed, opening)
+            return EasyDraws(runs, rows, seed)
+        return PacedOrder(runs, rows, seed, first)
 
     @functools.cached_property
     def _fingerprint(self) -> str:
@@ -165,21 +150,15 @@ class Curriculum(Order):
 
 
 def _metrics(difficulty: Any, pacing: Any) -> list[Metric]:
-    if not isinstance(difficulty, Mapping):
-        if isinstance(pacing, Mapping):
-            raise ValueError(
-                f"`pacing` is a mapping with the keys {list(pacing)}, but `difficulty` "
-                "is not. Pass a mapping of both, or one pacing function."
-            )
+    if not isinstance(difficulty, Mapping) and not isinstance(pacing, Mapping):
         return [Metric("difficulty", difficulty, pacing)]
-    if not difficulty:
-        raise ValueError("`difficulty` is an empty mapping. Pass at least one metric.")
     if not isinstance(pacing, Mapping):
         pacing = dict.fromkeys(difficulty, pacing)
-    if set(pacing) != set(difficulty):
+    names = list(difficulty) if isinstance(difficulty, Mapping) else []
+    if not names or set(pacing) != set(names):
         raise ValueError(
-            f"`pacing` has the keys {list(pacing)}, but `difficulty` has "
-            f"{list(difficulty)}. Pass a pacing function for each metric."
+            f"`pacing` has the keys {list(pacing)}, but `difficulty` has {names}. Pass "
+            "mappings with the same names, at least one, or a single pacing function."
         )
     return [
         Metric(f"difficulty[{name!r}]", values, pacing[name])

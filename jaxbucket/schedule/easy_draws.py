@@ -3,88 +3,18 @@
 from __future__ import annotations
 
 import bisect
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.paced_order import draw_index
-from jaxbucket.schedule.paced_runs import OneMetric, SeveralMetrics, chains
+from jaxbucket.schedule.paced_runs import PacedRuns, chains
 from jaxbucket.schedule.recent import recent
 
 # The unit in which numbers of batches become integer weights of buckets.
 _WEIGHT_UNIT = 2**32
-
-
-class OpenExamples(Protocol):
-    """The open examples of each bucket at any batch."""
-
-    def at(self, epoch: int, position: int) -> tuple[list[int], list[np.ndarray]]:
-        """Returns the number of open examples in each bucket, and its examples.
-
-        The open examples of a bucket come first. At least one is open.
-        """
-        ...
-
-
-class EasyDraws:
-    """Draws with replacement.
-
-    Args:
-      open_examples: the open examples of each bucket at any batch.
-      rows: the rows of an epoch, which define the number of batches in an epoch.
-      seed: the seed of all random choices.
-    """
-
-    def __init__(self, open_examples: OpenExamples, rows: EpochRows, seed: int):
-        self._open_examples = open_examples
-        self._rows = rows
-        self._seed = seed
-
-    def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        counts, examples = self._open_examples.at(epoch, position)
-        bucket, key = self._bucket(epoch, position, counts)
-        size, num_open = int(self._rows.sizes[bucket]), counts[bucket]
-        drawn = permute(np.arange(min(size, num_open)), num_open, key)
-        # If fewer examples than rows are open, they are repeated evenly.
-        drawn = np.resize(drawn, size)
-        return bucket, examples[bucket][drawn].astype(np.int64)
-
-    def buckets(self, epoch: int) -> np.ndarray:
-        positions = range(self._rows.num_batches)
-        counts = (self._open_examples.at(epoch, x)[0] for x in positions)
-        pairs = zip(positions, counts, strict=True)
-        return np.array([self._bucket(epoch, x, count)[0] for x, count in pairs])
-
-    def _bucket(self, epoch: int, position: int, counts: list[int]) -> tuple[int, int]:
-        """Returns a bucket, drawn by the batches of its open examples, and a key."""
-        sizes = self._rows.sizes.tolist()
-        pairs = zip(counts, sizes, strict=True)
-        weights = [count * _WEIGHT_UNIT // size for count, size in pairs]
-        key = fold(self._seed, epoch, len(sizes), position)
-        return draw_index(weights, key), key
-
-
-class OpenByOne:
-    """The open examples by one metric, whose buckets are sorted once.
-
-    Args:
-      metric: the runs of the metric.
-      rows: the rows of an epoch, sorted by difficulty within each bucket.
-    """
-
-    def __init__(self, metric: OneMetric, rows: EpochRows):
-        self._pace = metric.pace
-        self._examples = [rows.bucket_examples(k) for k in range(len(rows.plan))]
-        self._sorted = [metric.values[x] for x in self._examples]
-
-    def at(self, epoch: int, position: int) -> tuple[list[int], list[np.ndarray]]:
-        # If nothing is open, the easiest examples are.
-        count = max(1, self._pace.count(epoch, position))
-        limit = self._pace.values[count - 1]
-        counts = [int(np.searchsorted(x, limit, side="right")) for x in self._sorted]
-        return counts, self._examples
 
 
 class _SortedRun(NamedTuple):
@@ -99,26 +29,57 @@ class _SortedRun(NamedTuple):
     counts: np.ndarray
 
 
-class OpenBySeveral:
-    """The open examples by several metrics.
+class EasyDraws:
+    """Draws with replacement.
 
     The buckets are sorted once for each run of batches, in a time that grows with the
     number of all examples. Two runs are cached, at 4 bytes per example each. Once the
     thresholds stay the same, there is only one.
 
     Args:
-      metrics: the runs of the metrics.
-      rows: the rows of an epoch.
+      runs: the runs of every epoch, which decide which examples are open.
+      rows: the rows of an epoch, which define the number of batches in an epoch.
+      seed: the seed of all random choices.
     """
 
-    def __init__(self, metrics: SeveralMetrics, rows: EpochRows):
-        self._metrics = metrics
+    def __init__(self, runs: PacedRuns, rows: EpochRows, seed: int):
+        self._runs = runs
         self._rows = rows
+        self._seed = seed
         self._epochs: dict[int, tuple[list[tuple[int, int]], np.ndarray]] = {}
-        self._runs: dict[tuple[int, int], tuple[_SortedRun, np.ndarray]] = {}
+        self._found: dict[tuple[int, int], tuple[_SortedRun, np.ndarray]] = {}
         self._sorted: dict[bytes, _SortedRun] = {}
 
-    def at(self, epoch: int, position: int) -> tuple[list[int], list[np.ndarray]]:
+    def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
+        counts, examples = self.open_examples(epoch, position)
+        bucket, key = self._bucket(epoch, position, counts)
+        size, num_open = int(self._rows.sizes[bucket]), counts[bucket]
+        drawn = permute(np.arange(min(size, num_open)), num_open, key)
+        # If fewer examples than rows are open, they are repeated evenly.
+        drawn = np.resize(drawn, size)
+        return bucket, examples[bucket][drawn].astype(np.int64)
+
+    def buckets(self, epoch: int) -> np.ndarray:
+        positions = range(self._rows.num_batches)
+        counts = (self.open_examples(epoch, x)[0] for x in positions)
+        pairs = zip(positions, counts, strict=True)
+        return np.array([self._bucket(epoch, x, count)[0] for x, count in pairs])
+
+    def _bucket(self, epoch: int, position: int, counts: list[int]) -> tuple[int, int]:
+        """Returns a bucket, drawn by the batches of its open examples, and a key."""
+        sizes = self._rows.sizes.tolist()
+        pairs = zip(counts, sizes, strict=True)
+        weights = [count * _WEIGHT_UNIT // size for count, size in pairs]
+        key = fold(self._seed, epoch, len(sizes), position)
+        return draw_index(weights, key), key
+
+    def open_examples(
+        self, epoch: int, position: int
+    ) -> tuple[list[int], list[np.ndarray]]:
+        """Returns the number of open examples in each bucket, and its examples.
+
+        The open examples of a bucket come first. At least one is open.
+        """
         ranges, levels = recent(self._epochs, epoch, lambda: self._ranges(epoch))
         number = bisect.bisect_right(ranges, position, key=lambda x: x[0]) - 1
         first, last = ranges[number]
@@ -128,16 +89,16 @@ class OpenBySeveral:
             key = chain.tobytes()
             return recent(self._sorted, key, lambda: self._sort(chain)), index
 
-        run, index = recent(self._runs, (epoch, number), find)
+        run, index = recent(self._found, (epoch, number), find)
         return run.counts[index.reshape(-1)[position - first]].tolist(), run.examples
 
     def _ranges(self, epoch: int) -> tuple[list[tuple[int, int]], np.ndarray]:
         """Returns the first and last batches of all runs, and the levels of batches."""
-        levels = self._metrics.levels(epoch)
+        levels = self._runs.levels(epoch)
         return list(chains(levels)), levels
 
     def _sort(self, chain: np.ndarray) -> _SortedRun:
-        run = self._metrics.run(chain, chain[:0], self._metrics.ranks)
+        run = self._runs.run(chain, chain[:0], self._runs.ranks)
         examples, keys, counts = [], [], []
         for bucket in range(len(self._rows.plan)):
             in_bucket = self._rows.bucket_examples(bucket)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold, permute
@@ -67,7 +66,7 @@ class EpochRows:
         lengths: np.ndarray,
         *,
         remainder: Remainder = "cheapest",
-        within: Within | ArrayLike = "source",
+        within: Within = "source",
         group: int = 1,
         batches_per_step: int = 1,
         packed: PackedRows | None = None,

@@ -6,7 +6,6 @@ import numpy as np
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.schedule.epoch_rows import EpochRows
-from jaxbucket.schedule.opening import OpeningSteps
 from jaxbucket.schedule.orders import EpochOrder, Order, SpreadEpochs
 
 # A bucket has at least this number of windows, so that its batches differ between
@@ -46,8 +45,6 @@ class GroupedByLength(Order):
       ValueError: if `window` is not a positive integer.
     """
 
-    is_stratified = True
-
     def __init__(self, window: int = 50):
         self.window = check_positive("window", window)
 
@@ -57,8 +54,8 @@ class GroupedByLength(Order):
     def __str__(self) -> str:
         return f"grouped by length in windows of {self.window}"
 
-    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        return _GroupedEpochs(rows, seed, opening, lengths, self.window)
+    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
+        return _GroupedEpochs(rows, seed, first, lengths, self.window)
 
 
 class _GroupedEpochs(SpreadEpochs):
@@ -68,11 +65,11 @@ class _GroupedEpochs(SpreadEpochs):
         self,
         rows: EpochRows,
         seed: int,
-        opening: OpeningSteps | None,
+        first: int | None,
         lengths: np.ndarray,
         window: int,
     ):
-        super().__init__(rows, seed, opening)
+        super().__init__(rows, seed, first)
         self._lengths = lengths
         batches = np.clip(rows.flow.batches // _MIN_WINDOWS, 1, window)
         # The number of rows in a window of each bucket.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import total_lengths
@@ -24,7 +23,7 @@ _DROPPED = -1
 def examples_by_bucket(
     plan: BucketPlan,
     lengths: np.ndarray,
-    within: Within | ArrayLike = "source",
+    within: Within = "source",
     subset: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns all examples that the plan keeps, sorted by bucket.
@@ -41,9 +40,8 @@ def examples_by_bucket(
       plan: the buckets.
       lengths: `[N]` integers that the plan accepts, or `[N, Q]` with a column for each
         of several sequences.
-      within: how the examples of a bucket are sorted: in "source" order, "ascending" or
-        "descending" by (total) length, or ascending by an `[N]` array. Ties stay in
-        source order.
+      within: how the examples of a bucket are sorted: in "source" order, or
+        "ascending" or "descending" by (total) length. Ties stay in source order.
       subset: `[N]` bool, the examples to return; None for all. The plan has to accept
         only these.
 
@@ -51,10 +49,7 @@ def examples_by_bucket(
       `[N']` uint32 examples (int64 for more than 2**32 lengths), and `[K]` int64
       numbers of examples per bucket.
     """
-    if lengths.ndim == 2 and isinstance(within, str) and within != "source":
-        totals = total_lengths(lengths).astype(np.int64)
-        within = -totals if within == "descending" else totals
-    if isinstance(within, str) and within != "source":
+    if within != "source" and lengths.ndim == 1:
         distinct, rank, bucket = _length_ranks(plan, lengths, within, subset)
         examples, sizes = _counting_sort(
             lengths,
@@ -66,8 +61,9 @@ def examples_by_bucket(
         np.add.at(counts, bucket, sizes)
         return examples, counts
     examples, counts = _counting_sort(lengths, plan.assign, len(plan), subset)
-    if not isinstance(within, str):
-        key = np.asarray(within)
+    if within != "source":
+        key = total_lengths(lengths).astype(np.int64)
+        key = -key if within == "descending" else key
         for part in np.split(examples, np.cumsum(counts)[:-1]):
             part[:] = part[np.argsort(key[part], kind="stable")]
     return examples, counts

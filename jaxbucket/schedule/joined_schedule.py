@@ -12,9 +12,8 @@ import numpy as np
 from jaxbucket.base.batch import BatchIndices
 from jaxbucket.base.checks import check_integer
 from jaxbucket.schedule.base import Schedule
-from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.mixture import Mixture, pad_segments
+from jaxbucket.schedule.mixture import pad_segments
 
 
 class JoinedSchedule(Schedule):
@@ -29,6 +28,10 @@ class JoinedSchedule(Schedule):
     a step at which an epoch ends, `schedule.epoch_start(n)`, if every example should be
     in every epoch. Schedules with the same seed, plan and order have the same batches
     in their first epochs; pass different seeds.
+
+    A position describes the schedules that have begun. So a run resumes with another
+    change at a later step: positions of `first` up to step 1,000 are those of
+    `JoinedSchedule({0: first, 1000: second})`, too.
 
     Each of `schedules` has a report of its own epochs: `joined.schedules[0].report()`.
 
@@ -55,9 +58,8 @@ class JoinedSchedule(Schedule):
 
     Raises:
       ValueError: if the steps do not start at 0 or are not ascending; if a schedule is
-        not a `BatchSchedule` or a `Mixture`, was created by `continue_with`, or is a
-        mixture with names; if schedules differ in their lengths, their sequences or in
-        whether rows are packed; or if some truncate the start and others the end.
+        a mixture with names; if schedules differ in their lengths, their sequences or
+        in whether rows are packed; or if some truncate the start and others the end.
     """
 
     def __init__(self, schedules: Mapping[int, Schedule]):
@@ -80,7 +82,7 @@ class JoinedSchedule(Schedule):
             self.max_segments = max(x.max_segments or 0 for x in self._phases)
         lengths_of_phases = np.diff(self._steps).tolist()
         epochs = [
-            -(-length // len(phase))
+            phase.epoch_at(length - 1) + 1
             for length, phase in zip(lengths_of_phases, self._phases, strict=False)
         ]
         # The epoch with which each schedule starts.
@@ -88,51 +90,30 @@ class JoinedSchedule(Schedule):
 
     def _check(self) -> None:
         steps = self._steps
-        ascending = all(a < b for a, b in itertools.pairwise(steps))
-        if not steps or steps[0] != 0 or not ascending:
+        if not steps or steps != sorted({0, *steps}):
             raise ValueError(
                 f"`schedules` has the steps {steps}. Start with step 0, in ascending "
                 "order: `{0: first, 1000: second}`."
             )
         for step, phase in self.schedules.items():
-            if not isinstance(phase, BatchSchedule | Mixture):
+            if not isinstance(phase, Schedule) or phase.names:
                 raise ValueError(
                     f"`schedules[{step}]` is a {type(phase).__name__}. Pass a "
-                    "`BatchSchedule` or a `Mixture`."
+                    "`BatchSchedule` or another schedule without names. The weights of "
+                    f"a mixture change by `weights={{0: ..., {step or 1000}: ...}}`."
                 )
-            if phase.first_step or phase.continues is not None:
+            if self._kind(phase) != self._kind(self._phases[0]):
                 raise ValueError(
-                    f"`schedules[{step}]` starts at step {phase.first_step}, by "
-                    "`continue_with`. Call this on the `JoinedSchedule` instead."
+                    f"`schedules[{step}]` has other lengths or sequences than "
+                    "`schedules[0]`, or only one of them has packed rows. Pass "
+                    "schedules of the same source. To add examples at a later step, "
+                    "leave them out before with `subset`."
                 )
-            if isinstance(phase, Mixture) and phase.names:
-                raise ValueError(
-                    f"`schedules[{step}]` is a mixture with names. Change its weights "
-                    f"with `Mixture(..., weights={{0: ..., {step or 1000}: ...}})`."
-                )
-            self._check_data(step, phase)
 
-    def _check_data(self, step: int, phase: Schedule) -> None:
-        """Checks that a schedule has the data of the first one."""
-        first = self._phases[0]
-        if phase.data_fingerprint != first.data_fingerprint:
-            raise ValueError(
-                f"`schedules[{step}]` has {len(phase.lengths)} examples with "
-                f"{phase.lengths.sum()} tokens, and `schedules[0]` has "
-                f"{len(first.lengths)} with {first.lengths.sum()}, or other lengths. "
-                "Pass schedules of the same source. To continue with different data, "
-                "use `continue_with`."
-            )
-        if phase.sequences != first.sequences:
-            raise ValueError(
-                f"`schedules[{step}]` has the sequences {phase.sequences}, and "
-                f"`schedules[0]` has {first.sequences}. Plan for the same ones."
-            )
-        if (phase.max_segments is None) != (first.max_segments is None):
-            raise ValueError(
-                "`schedules` have both packed rows and rows of one example. Pack the "
-                "rows of all of them or of none."
-            )
+    @staticmethod
+    def _kind(phase: Schedule) -> tuple[Any, ...]:
+        """Returns what all schedules must have in common."""
+        return phase.data_fingerprint, phase.sequences, phase.max_segments is None
 
     def __repr__(self) -> str:
         return f"JoinedSchedule({self.schedules})"
@@ -145,12 +126,12 @@ class JoinedSchedule(Schedule):
     def _epoch_of(self, step: int) -> int:
         index = self._phase_at(step)
         phase = self._phases[index]
-        return self._epochs[index] + (step - self._steps[index]) // len(phase)
+        return self._epochs[index] + phase.epoch_at(step - self._steps[index])
 
     def _start_of(self, epoch: int) -> int:
         index = bisect.bisect_right(self._epochs, epoch) - 1
-        epochs = epoch - self._epochs[index]
-        return self._steps[index] + epochs * len(self._phases[index])
+        phase, start = self._phases[index], self._steps[index]
+        return start + phase.epoch_start(epoch - self._epochs[index])
 
     def _phase_at(self, step: int) -> int:
         """Returns the index of the schedule that provides a step."""
@@ -169,13 +150,15 @@ class JoinedSchedule(Schedule):
         start = self._steps[index]
         # Schedules with equal seeds draw different numbers.
         return tuple(
-            draws._replace(first_step=start)
+            draws._replace(first_step=start + draws.first_step)
             for draws in self._phases[index]._draws(step - start)
         )
 
-    def config(self) -> dict[str, Any]:
-        return {"schedules": {str(s): x.config() for s, x in self.schedules.items()}}
+    def before(self, step: int) -> Schedule:
+        begun = {s: x for s, x in self.schedules.items() if s < max(step, 1)}
+        return JoinedSchedule(begun) if len(begun) > 1 else self._phases[0]
 
-    def _fingerprint_parts(self) -> list[str]:
-        phases = [f"{step} {x.fingerprint}" for step, x in self.schedules.items()]
-        return ["joined", *phases]
+    def config(self) -> dict[str, Any]:
+        schedules = self.schedules.items()
+        phases = {str(s): x.config() | {"of": x.fingerprint} for s, x in schedules}
+        return {"schedules": phases}

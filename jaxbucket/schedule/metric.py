@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import math
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
-from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.pacing import ByValue, Pacing, check_pacing
-from jaxbucket.schedule.pacing_name import pacing_name
-
-# Below this, every integer has an exact float64.
-_MAX_EXACT_FLOAT = 2.0**53
+from jaxbucket.schedule.difficulty_index import DifficultyIndex, as_stored
+from jaxbucket.schedule.epoch_rows import EpochRows
+from jaxbucket.schedule.pacing import (
+    SHARE_TOLERANCE,
+    ByValue,
+    Pacing,
+    Unit,
+    check_pacing,
+    open_share,
+    pacing_name,
+    pacing_unit,
+)
 
 
 class Metric:
@@ -64,23 +72,18 @@ class Metric:
     @functools.cached_property
     def fingerprint(self) -> str:
         """32 hex digits that identify the difficulties and the pacing function."""
-        pacing = pacing_name(self.pacing)
-        if isinstance(self.pacing, ByValue) and self.values.dtype.kind == "f":
-            # Values are rounded to this dtype.
-            pacing += [self.values.dtype.name]
-        return digest(_canonical_bytes(self.values), "\n".join(pacing).encode())
-
-    def sorted(self, is_kept: np.ndarray | None) -> np.ndarray:
-        """Returns the sorted difficulties of the kept examples, all if None."""
-        if (known := self._known_order(is_kept)) is not None:
-            return known[1]
-        return np.sort(self.values if is_kept is None else self.values[is_kept])
+        values = np.ascontiguousarray(self.values)
+        name = f"{values.dtype.str} {pacing_name(self.pacing)}"
+        return digest(values.data, name.encode())
 
     def ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ranks of all examples, and the sorted difficulties as above.
+        """Returns the ranks of all examples, and the sorted difficulties of kept ones.
 
         The rank of an example is the number of kept examples that are at most as
         difficult, `[N]` unsigned integers. It is 0 if the example is not kept.
+
+        Args:
+          is_kept: `[N]` bool, whether each example takes part; None if all do.
         """
         return self._all_ranks if is_kept is None else self._ranks(is_kept)
 
@@ -116,17 +119,51 @@ class Metric:
         return examples[is_kept], values[is_kept]
 
 
+class Pace:
+    """The number of examples that one metric opens at each batch.
+
+    Args:
+      pacing: a function from progress to the share or the value that is open.
+      values: `[N]` sorted difficulties of the examples that the plan keeps.
+      rows: the rows of an epoch.
+
+    Attributes:
+      values: as above.
+    """
+
+    def __init__(self, pacing: Pacing, values: np.ndarray, rows: EpochRows):
+        self._pacing = pacing
+        self._unit: Unit = pacing_unit(pacing)
+        self.values = values
+        self._rows = rows
+
+    def count(self, epoch: int, position: int) -> int:
+        """Returns the number of open examples at one batch, including all ties."""
+        progress = self._rows.progress(self._unit, epoch, position)
+        if isinstance(self._pacing, ByValue):
+            value = as_stored(self._pacing(progress), self.values.dtype)
+            return bisect.bisect_right(self.values, value, key=np.generic.item)
+        hardest = self.values[self._least(progress) - 1]
+        return int(np.searchsorted(self.values, hardest, side="right"))
+
+    def _least(self, progress: float) -> int:
+        """Returns the number of examples that a share opens, without ties."""
+        share = open_share(self._pacing, progress)
+        # Lowered slightly, so that k / N opens exactly k of N examples.
+        return max(1, math.ceil(share * len(self.values) * (1 - SHARE_TOLERANCE)))
+
+    def counts(self, epoch: int) -> np.ndarray:
+        """Returns the number of open examples at each batch, `[num_batches]` int64."""
+        positions = range(self._rows.num_batches)
+        return np.array([self.count(epoch, p) for p in positions], np.int64)
+
+
 def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
     if isinstance(difficulty, DifficultyIndex):
         # Without a global order, the position in the index defines the difficulty.
         is_global = difficulty.sorted_by == "all"
         return difficulty.difficulty if is_global else difficulty.ranks()
-    try:
-        array = np.asarray(difficulty)
-    except ValueError:
-        raise ValueError(
-            f"`{name}` is ragged. Pass one number for each example, [N]."
-        ) from None
+    array = np.asarray(difficulty)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
         raise ValueError(
             f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number for each "
@@ -139,12 +176,3 @@ def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.
             "leave the example out."
         )
     return array
-
-
-def _canonical_bytes(difficulty: np.ndarray) -> bytes | memoryview:
-    """Returns bytes that depend on the values but not on their dtype."""
-    as_floats = np.ascontiguousarray(difficulty, "<f8")
-    if difficulty.dtype.kind != "f" and np.any(abs(as_floats) >= _MAX_EXACT_FLOAT):
-        # Some of these integers have no exact float.
-        return "\n".join(map(str, difficulty.tolist())).encode()
-    return as_floats.data

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -11,16 +13,22 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
-from jaxbucket.base.checks import check_accumulate, check_choice, check_positive
-from jaxbucket.base.digest import digest
+from jaxbucket.base.checks import (
+    check_accumulate,
+    check_choice,
+    check_integer,
+    check_positive,
+)
+from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.mixture_checks import check_components, check_names
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
-from jaxbucket.schedule.mixture_weights import Weights, as_share, check_weights
-from jaxbucket.schedule.turns import TurnOrder, turn_order
+from jaxbucket.schedule.turns import Turns
 
+StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
+# The weights of all steps, or step -> the weights from this step on.
+Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
 Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 
 
@@ -71,8 +79,8 @@ class Mixture(Schedule):
     examples per row, also within a step of several micro-batches.
 
     Attributes:
-      schedules: the components, in a list, or in a mapping from names. Each has a plan
-        of its own.
+      schedules: the components, in a list, or in a mapping from names. Each has plans
+        of its own. They may be mixtures without names and joined schedules, too.
       names: the names of the components; empty if `schedules` is a list.
       weights: a positive number for each component, in a list or by name. Weights whose
         exact ratio would take a period of more than 2**16 turns are rounded to
@@ -91,34 +99,32 @@ class Mixture(Schedule):
         components with `accumulate` and `group="mixed"` instead.
 
     Raises:
-      ValueError: if a component is not a `BatchSchedule`, or was created by
-        `continue_with`; if the components differ in `accumulate` or, without names, in
-        their sequences or in whether rows are packed; if a weight is negative, not
-        finite or too small; if steps of weights do not start at 0 or are not ascending;
-        if `by` is not "steps" and a component draws with replacement.
+      ValueError: if a component is not a schedule, or has names; if the components
+        differ in `accumulate` or, without names, in their sequences or in whether rows
+        are packed; if a weight is negative, not finite or too small; if steps of
+        weights do not start at 0 or are not ascending; if `by` is not "steps" and a
+        component is not a `BatchSchedule`, or draws with replacement.
     """
 
     def __init__(
         self,
-        schedules: Sequence[BatchSchedule] | Mapping[str, BatchSchedule],
+        schedules: Sequence[Schedule] | Mapping[str, Schedule],
         weights: Weights,
         *,
         by: Unit = "steps",
         accumulate: int = 1,
     ):
         check_choice("by", by, get_args(Unit))
-        self.names: tuple[str, ...] = ()
         if isinstance(schedules, Mapping):
             self.names = tuple(schedules)
-            check_names("schedules", self.names)
             schedules = list(schedules.values())
         self.schedules = list(schedules)
-        steps = check_weights(weights, self.names, len(self.schedules))
-        self.weights = steps if len(steps) > 1 else steps[0]
         self.by: Unit = by
-        check_components(self.schedules, self.names, by)
-        plans = {x.plan.fingerprint: x.plan for x in self.schedules}
-        self.plans = tuple(plans.values())
+        self._check()
+        steps = _weights(weights, self.names, len(self.schedules))
+        self.weights = steps if len(steps) > 1 else steps[0]
+        plans = [plan for x in self.schedules for plan in x.plans]
+        self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())
         if not self.names:
             self.check_policies()
         segments = [x.max_segments for x in self.schedules if x.max_segments]
@@ -128,7 +134,33 @@ class Mixture(Schedule):
         sizes = [len(x.lengths) for x in self.schedules]
         self._starts = [0, *itertools.accumulate(sizes)]
         self._turns_per_step = self._group(check_accumulate(accumulate))
-        self._turns = self._order_turns(steps)
+        shares = [
+            [self._share(index, weight) for index, weight in enumerate(values)]
+            for values in steps.values()
+        ]
+        self._turns = Turns([x * self._turns_per_step for x in steps], shares)
+
+    def _check(self) -> None:
+        """Checks that the components are schedules whose rows fit together."""
+        if not self.schedules or not all(isinstance(x, str) for x in self.names):
+            raise ValueError(
+                f"`schedules` has the components {list(self.names)}. Pass at least "
+                "one, in a list or by a name that is a string."
+            )
+        for index, schedule in enumerate(self.schedules):
+            if not isinstance(schedule, Schedule) or schedule.names:
+                raise ValueError(
+                    f"`schedules[{self._key(index)!r}]` is a "
+                    f"{type(schedule).__name__}. Pass a `BatchSchedule` or another "
+                    "schedule without names."
+                )
+        kinds = {(x.sequences, x.max_segments is None) for x in self.schedules}
+        if len(kinds) > 1 and not self.names:
+            raise ValueError(
+                "`schedules` have both packed rows and rows of one example, or "
+                "different sequences. Pass a mapping from names to schedules, and one "
+                "from names to sources to the loader."
+            )
 
     def _key(self, index: int) -> str | int:
         return self.names[index] if self.names else index
@@ -156,24 +188,28 @@ class Mixture(Schedule):
         self.accumulate = max(numbers[0], accumulate)
         return accumulate
 
-    def _order_turns(self, steps: Mapping[int, Sequence[float]]) -> TurnOrder:
-        shares = [
-            [self._share(index, weight) for index, weight in enumerate(weights)]
-            for weights in steps.values()
-        ]
-        return turn_order([x * self._turns_per_step for x in steps], shares)
-
     def _share(self, index: int, weight: float) -> Fraction:
         """Returns the share of a component in all turns, up to a common factor."""
-        schedule = self.schedules[index]
-        share = as_share(weight)
+        # The decimal that the user wrote, 7/10 for 0.7, for a short period.
+        share = Fraction(repr(weight))
         if self.by == "steps" or not share:
             return share
-        epoch = schedule.cost()
+        epoch = self._cost(index)
         per_epoch = epoch.real_tokens
         if self.by == "examples":
             per_epoch = epoch.packed_examples or epoch.examples
-        return share * len(schedule) / per_epoch
+        return share * len(self.schedules[index]) / per_epoch
+
+    def _cost(self, index: int) -> Report:
+        """Returns the cost of an epoch of a component."""
+        schedule = self.schedules[index]
+        if not isinstance(schedule, BatchSchedule):
+            raise ValueError(
+                f"`schedules[{self._key(index)!r}]` is a {type(schedule).__name__}, "
+                "whose epochs differ. A report, and a `by` other than 'steps', require "
+                "a `BatchSchedule`."
+            )
+        return schedule.cost()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -198,8 +234,8 @@ class Mixture(Schedule):
             schedules = dict(zip(self.names, schedules, strict=True))
         return f"Mixture({schedules}, weights={self.weights}, by={self.by!r})"
 
-    def component_at(self, step: int) -> int:
-        """Returns the index of the component that a step comes from.
+    def name_at(self, step: int) -> str | int:
+        """Returns the name of the component that a step comes from, or its index.
 
         If a step has batches of several components, returns that of the first batch.
 
@@ -207,21 +243,9 @@ class Mixture(Schedule):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        turn = (self._check_step(step) - self.first_step) * self._turns_per_step
-        return self._turns.at(turn)[0]
-
-    def name_at(self, step: int) -> str | int:
-        """Returns the name of the component that a step comes from, or its index.
-
-        Args:
-          step: as for `component_at`.
-
-        Raises:
-          IndexError: as `component_at`.
-        """
-        return self._key(self.component_at(step))
+        return self._key(self.component_batches(step)[0].component)
 
     def component_batches(self, step: int) -> list[ComponentBatch]:
         """Returns the micro-batches of a step, with the rows of the components.
@@ -230,19 +254,16 @@ class Mixture(Schedule):
           step: the step, counted over all epochs.
 
         Raises:
-          IndexError: if `step` is negative or before `first_step`.
+          IndexError: if `step` is negative.
         """
-        first = self.first_step
         return [
             ComponentBatch(
-                index,
-                indices,
-                draws._replace(first_step=first, first_example=self._starts[index]),
+                index, indices, draws._replace(first_example=self._starts[index])
             )
-            for index, number in self._components(self._check_step(step) - first)
+            for index, number in self._components(step)
             for indices, draws in zip(
-                self.schedules[index]._micro_batches(number),
-                self.schedules[index]._draws(number),
+                self.schedules[index].micro_batches(number),
+                self.schedules[index].draws(number),
                 strict=True,
             )
         ]
@@ -259,29 +280,29 @@ class Mixture(Schedule):
           [(6, 6.0), (2, 8.0)]
 
         Args:
-          num_steps: the number of steps from `first_step`; by default those of one
+          num_steps: the number of steps from step 0; by default those of one
             epoch.
 
         Returns:
           The numbers; those of examples and tokens are means if an epoch is incomplete.
 
         Raises:
-          ValueError: if `num_steps` is not positive, or a component draws with
-            replacement.
+          ValueError: if `num_steps` is not positive, or a component is not a
+            `BatchSchedule` or draws with replacement.
         """
         num_steps = self.steps_per_epoch if num_steps is None else num_steps
         check_positive("num_steps", num_steps)
-        turns = np.arange(num_steps * self._turns_per_step)
-        counts = np.bincount(
-            self._turns.at_each(turns)[0], minlength=len(self.schedules)
+        turns = num_steps * self._turns_per_step
+        components = (
+            ComponentReport.of(
+                str(self._key(index)),
+                self._cost(index),
+                self._turns.before(index, turns),
+                len(schedule),
+            )
+            for index, schedule in enumerate(self.schedules)
         )
-        return MixtureReport(
-            num_steps,
-            tuple(
-                ComponentReport.of(str(self._key(index)), schedule, int(counts[index]))
-                for index, schedule in enumerate(self.schedules)
-            ),
-        )
+        return MixtureReport(num_steps, tuple(components))
 
     def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         return tuple(
@@ -311,37 +332,70 @@ class Mixture(Schedule):
             return rows
         return pad_segments(rows, self.max_segments)
 
-    @functools.cached_property
-    def data_fingerprint(self) -> str:
-        """32 hex digits that identify the lengths, and the names of the components."""
-        if not self.names:
-            return super().data_fingerprint
-        parts = zip(self.names, self.schedules, strict=True)
-        return digest(*(f"{n} {x.data_fingerprint}".encode() for n, x in parts))
-
     def config(self) -> dict[str, Any]:
-        config = {
-            "mixture": [schedule.config() for schedule in self.schedules],
-            "sizes": [len(schedule.lengths) for schedule in self.schedules],
-            "weights": self.weights,
+        weights = self.weights
+        if isinstance(weights, dict):
+            weights = {str(step): x for step, x in weights.items()}
+        return {
+            "mixture": [x.config() | {"of": x.fingerprint} for x in self.schedules],
+            "names": list(self.names),
+            "weights": weights,
             "by": self.by,
             "accumulate": self.accumulate,
         }
-        if isinstance(self.weights, dict):
-            config["weights"] = {str(step): x for step, x in self.weights.items()}
-        return config | ({"names": list(self.names)} if self.names else {})
 
-    def _fingerprint_parts(self) -> list[str]:
-        names = [schedule.fingerprint for schedule in self.schedules]
-        if isinstance(self.weights, dict):
-            weights = [
-                f"{step} {weight.hex()}"
-                for step, weights in self.weights.items()
-                for weight in weights
-            ]
-        else:
-            weights = [weight.hex() for weight in self.weights]
-        return ["mixture", *names, *weights, self.by, str(self.accumulate)]
+
+def _weights(
+    weights: Weights, names: Sequence[str], count: int
+) -> dict[int, list[float]]:
+    """Returns step -> the weights of all components from this step on.
+
+    Example:
+      >>> _weights({0: {"a": 1}, 500: {"a": 0.5, "b": 0.5}}, ["a", "b"], 2)
+      {0: [1.0, 0.0], 500: [0.5, 0.5]}
+    """
+    by_step: Any = {0: weights}
+    # Names are strings.
+    if isinstance(weights, Mapping) and any(not isinstance(x, str) for x in weights):
+        by_step = weights
+    steps = [check_integer("weights", step) for step in by_step]
+    if steps != sorted({0, *steps}):
+        raise ValueError(
+            f"`weights` has the steps {steps}. Start with step 0, in ascending order."
+        )
+    result = {step: _listed(by_step[step], names, count) for step in steps}
+    for index, key in enumerate(names or range(count)):
+        if not any(values[index] for values in result.values()):
+            raise ValueError(
+                f"`weights` gives {key!r} no share at any step. Pass a positive one, "
+                "or leave the component out."
+            )
+    return result
+
+
+def _listed(weights: Any, names: Sequence[str], count: int) -> list[float]:
+    """Returns the weights of all components at some steps."""
+    if names:
+        if not isinstance(weights, Mapping) or not weights.keys() <= set(names):
+            raise ValueError(
+                f"`weights` has {weights!r} for components with the names "
+                f"{list(names)}. Pass a mapping from these names."
+            )
+        weights = [weights.get(name, 0) for name in names]
+    if not isinstance(weights, Sequence | np.ndarray) or len(weights) != count:
+        raise ValueError(
+            f"`weights` has {weights!r} for {count} components. Pass one number for "
+            "each."
+        )
+    for weight in weights:
+        is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not is_number or not 0 <= float(weight) < math.inf:
+            raise ValueError(
+                f"`weights` has {weight!r}. Pass finite numbers that are not negative."
+            )
+    if not any(weights):
+        raise ValueError("`weights` gives no component a share. Pass a positive one.")
+    return [float(weight) for weight in weights]
 
 
 def pad_segments(rows: np.ndarray, max_segments: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxbucket.base.table import table_text
 from jaxbucket.plan.formatting import number_table
-from jaxbucket.schedule.batch_schedule import BatchSchedule
+from jaxbucket.plan.reports.epoch import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +35,11 @@ class ComponentReport:
     token_share: float = 0.0
 
     @classmethod
-    def of(cls, name: str, schedule: BatchSchedule, steps: int) -> ComponentReport:
-        """Returns the numbers of a component over its first `steps` steps.
-
-        Raises:
-          ValueError: if the component draws with replacement.
-        """
-        epoch = schedule.cost()
-        epochs = steps / len(schedule)
+    def of(
+        cls, name: str, epoch: Report, steps: int, steps_per_epoch: int
+    ) -> ComponentReport:
+        """Returns the numbers of a component over its first `steps` steps."""
+        epochs = steps / steps_per_epoch
         examples = epoch.packed_examples or epoch.examples
         tokens = epochs * epoch.real_tokens
         return cls(name, steps, epochs, epochs * examples, tokens, epoch.padding)

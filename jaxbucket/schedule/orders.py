@@ -16,7 +16,6 @@ from jaxbucket.base.checks import check_choice, with_article
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
-from jaxbucket.schedule.opening import OpeningSteps
 from jaxbucket.schedule.recent import LOCK
 from jaxbucket.schedule.spread_updates import spread_updates
 
@@ -58,16 +57,13 @@ class Order(abc.ABC):
     Attributes:
       is_redrawn: whether every epoch has different batches.
       replacement: whether an epoch may have an example several times.
-      is_stratified: whether a step of several batches has short and long ones, which
-        is also part of the fingerprint.
       within: how the examples of a bucket are sorted before they fill rows: in "source"
-        order, "ascending" or "descending" by length, or by `[N]` numbers.
+        order, or "ascending" or "descending" by length.
     """
 
     is_redrawn: bool = True
     replacement: bool = False
-    is_stratified: bool = False
-    within: Within | np.ndarray = "source"
+    within: Within = "source"
 
     @abc.abstractmethod
     def __str__(self) -> str: ...
@@ -78,7 +74,7 @@ class Order(abc.ABC):
         rows: EpochRows,
         lengths: np.ndarray,
         seed: int,
-        opening: OpeningSteps | None,
+        first: int | None,
     ) -> EpochOrder:
         """Returns the order of the batches of one schedule.
 
@@ -86,10 +82,8 @@ class Order(abc.ABC):
           rows: the rows of an epoch, sorted by `within`.
           lengths: `[N]` integers, the lengths of the examples or packed rows.
           seed: the seed of all random choices.
-          opening: the first batches of the first epoch; None without an opening.
-
-        Raises:
-          ValueError: if the order does not support `opening`.
+          first: the number of the batch that comes first in the first epoch; None for
+            the usual order.
         """
 
     def check(self, num_examples: int, *, is_packed: bool) -> None:  # noqa: B027
@@ -120,8 +114,8 @@ class Shuffled(Order):
     def __str__(self) -> str:
         return "shuffled"
 
-    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        return _ShuffledEpochs(rows, seed, opening)
+    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
+        return _ShuffledEpochs(rows, seed, first)
 
 
 class Spread(Order):
@@ -130,8 +124,7 @@ class Spread(Order):
     With one batch in each step, any t consecutive batches of a run include the share of
     every bucket, t * n / N for a bucket with n of the N batches of an epoch, with an
     error of less than four, and typically less than two. (For most shares of three or
-    more buckets, no order has errors of less than one in every window.) After an
-    opening, the rest of the first epoch has the shares of the batches that remain.
+    more buckets, no order has errors of less than one in every window.)
 
     With several micro-batches of different buckets in a step, short ones are in the
     same step as long ones, so that the steps of an epoch have similar mixes of lengths.
@@ -142,13 +135,11 @@ class Spread(Order):
     "shuffled" instead. Like a shuffled order, this needs no state.
     """
 
-    is_stratified = True
-
     def __str__(self) -> str:
         return "spread"
 
-    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
-        return SpreadEpochs(rows, seed, opening)
+    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
+        return SpreadEpochs(rows, seed, first)
 
 
 class Fixed(Order):
@@ -169,9 +160,9 @@ class Fixed(Order):
     def __str__(self) -> str:
         return str(self.within)
 
-    def epoch_order(self, rows, lengths, seed, opening) -> EpochOrder:
+    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
         by_length = None if self.within == "source" else lengths
-        return _FixedEpochs(rows, by_length, self.within == "descending", opening)
+        return _FixedEpochs(rows, by_length, self.within == "descending", first)
 
 
 NAMED: dict[str, Order] = {
@@ -204,10 +195,10 @@ def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
 class _ShuffledEpochs:
     """Numbers the batches of an epoch by bucket, and permutes the numbers."""
 
-    def __init__(self, rows: EpochRows, seed: int, opening: OpeningSteps | None):
+    def __init__(self, rows: EpochRows, seed: int, first: int | None):
         self._rows = rows
         self._seed = seed
-        self._opening = opening
+        self._first = first
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         (number,) = self._numbers(epoch, np.array([position]))
@@ -226,17 +217,15 @@ class _ShuffledEpochs:
     def _numbers(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers of the batches at `[n]` positions of an epoch."""
         key = fold(self._seed, epoch, len(self._rows.plan))
-        opening = self._opening
-        if epoch or opening is None:
-            return self._permute(positions, self._rows.flow.batches, key, 0)
-        numbers = np.empty(len(positions), np.int64)
-        is_planned = positions < opening.num_batches
-        numbers[is_planned] = opening.batches[positions[is_planned]]
-        later = positions[~is_planned] - opening.num_batches
-        remaining = self._rows.flow.batches - opening.taken
-        head = -opening.num_batches % self._rows.batches_per_step
-        drawn = self._permute(later, remaining, key, head)
-        numbers[~is_planned] = opening.nth_remaining(drawn)
+        first, counts = self._first, self._rows.flow.batches
+        if epoch or first is None:
+            return self._permute(positions, counts, key, 0)
+        numbers = np.full(len(positions), first, np.int64)
+        counts = counts - (np.arange(len(counts)) == self._rows.bucket_of(first))
+        later = positions > 0
+        head = self._rows.batches_per_step - 1
+        drawn = self._permute(positions[later] - 1, counts, key, head)
+        numbers[later] = drawn + (drawn >= first)
         return numbers
 
     def _permute(
@@ -244,7 +233,7 @@ class _ShuffledEpochs:
     ) -> np.ndarray:
         """Returns the batches at `[n]` positions, if bucket k has `counts[k]`.
 
-        The first `head` of them complete the last step of the opening.
+        The first `head` of them complete the step of the largest batch.
         """
         return permute(positions, int(counts.sum()), key)
 
@@ -275,7 +264,7 @@ class _FixedEpochs:
       lengths: `[N]` lengths to sort by; None to sort by the last example, which is the
         order in which batches fill up.
       descending: whether the longest come first.
-      opening: the first batches of the first epoch; None without an opening.
+      first: the batch that comes first in the first epoch; None for the usual order.
     """
 
     def __init__(
@@ -283,12 +272,12 @@ class _FixedEpochs:
         rows: EpochRows,
         lengths: np.ndarray | None,
         descending: bool,
-        opening: OpeningSteps | None,
+        first: int | None,
     ):
         self._rows = rows
         self._lengths = lengths
         self._descending = descending
-        self._opening = opening
+        self._first = first
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         bucket, row = self._rows.batch_rows(int(self._order(epoch)[position]))
@@ -299,7 +288,10 @@ class _FixedEpochs:
 
     def _order(self, epoch: int) -> np.ndarray:
         with LOCK:
-            return self._sorted if epoch or self._opening is None else self._opened
+            order = self._sorted
+        if epoch or self._first is None:
+            return order
+        return np.append(self._first, order[order != self._first])
 
     @functools.cached_property
     def _sorted(self) -> np.ndarray:
@@ -307,11 +299,6 @@ class _FixedEpochs:
         largest = [self._largest(k) for k in range(len(self._rows.plan))]
         key = np.concatenate(largest)
         return np.argsort(-key if self._descending else key, kind="stable")
-
-    @functools.cached_property
-    def _opened(self) -> np.ndarray:
-        assert self._opening is not None
-        return self._opening.prepend_to(self._sorted)
 
     def _largest(self, bucket: int) -> np.ndarray:
         """Returns the largest example, or length, of each batch of a bucket.

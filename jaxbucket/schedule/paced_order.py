@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
-from jaxbucket.schedule.opening import OpeningSteps
 from jaxbucket.schedule.paced_runs import PacedRuns, Run
 from jaxbucket.schedule.recent import recent
 
@@ -26,7 +25,7 @@ class PacedOrder:
       runs: the runs of every epoch, which decide which examples are open.
       rows: the rows of an epoch.
       seed: the seed of all random choices.
-      opening: the first batches of the first epoch; None if they are not planned.
+      first: a batch of the bucket with which the first epoch starts; None for any.
     """
 
     def __init__(
@@ -34,13 +33,12 @@ class PacedOrder:
         runs: PacedRuns,
         rows: EpochRows,
         seed: int,
-        opening: OpeningSteps | None,
+        first: int | None,
     ):
         self._runs = runs
         self._rows = rows
         self._seed = seed
-        planned = opening.batches if opening is not None else np.empty(0, np.int64)
-        self._opening = rows.bucket_of(planned).tolist()
+        self._first = None if first is None else int(rows.bucket_of(first))
         self._epochs: dict[int, _DealtEpoch] = {}
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
@@ -56,7 +54,6 @@ class PacedOrder:
 
     def _deal(self, epoch: int) -> _DealtEpoch:
         left = [self._examples(epoch, k) for k in range(len(self._rows.plan))]
-        opening = self._opening if epoch == 0 else []
         buckets, batches = [], []
         for run in self._runs.of_epoch(epoch):
             sizes = self._rows.sizes.tolist()
@@ -67,8 +64,8 @@ class PacedOrder:
                     pool.open(number, has_fallen=fallen)
                 position = len(buckets)
                 key = fold(self._seed, epoch, len(pools), position)
-                if position < len(opening):
-                    bucket = opening[position]
+                if epoch == position == 0 and self._first is not None:
+                    bucket = self._first
                 else:
                     bucket = _choose(pools, key)
                 buckets.append(bucket)

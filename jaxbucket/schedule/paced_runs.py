@@ -1,9 +1,9 @@
 """Runs of batches in which one number orders the examples by when they open.
 
-With one metric, this number is the difficulty. With several, an example is open when
-every metric opens it. The *level* of a batch has a threshold for each metric. If all
-levels of a run of batches can be sorted so that none of their thresholds falls, each
-example has a first level that opens it, and the examples of lower levels are open
+With one metric, this number is the rank by difficulty. With several, an example is open
+when every metric opens it. The *level* of a batch has a threshold for each metric. If
+all levels of a run of batches can be sorted so that none of their thresholds falls,
+each example has a first level that opens it, and the examples of lower levels are open
 whenever those of higher levels are. A run ends where this would no longer hold. If no
 threshold ever falls, or all rise and fall together, an epoch is a single run.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxbucket.schedule.epoch_rows import EpochRows
-from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.pace import Pace
+from jaxbucket.schedule.metric import Metric, Pace
 
 # How far ahead examples are ordered by when they open, and at how many batches in each
 # doubling of the distance.
@@ -45,39 +44,8 @@ class Run(NamedTuple):
         return np.where(self.heights > 0, counts, 0)
 
 
-class PacedRuns(Protocol):
-    """The runs of every epoch."""
-
-    def of_epoch(self, epoch: int) -> Iterator[Run]:
-        """Returns the runs of an epoch, one after the other."""
-        ...
-
-
-class OneMetric:
-    """The runs of one metric: every epoch is a single run.
-
-    Args:
-      metric: the metric.
-      rows: the rows of an epoch.
-
-    Attributes:
-      values: `[N]` numbers, the difficulty of each example.
-      pace: the number of examples that are open.
-    """
-
-    def __init__(self, metric: Metric, rows: EpochRows):
-        self.values = metric.values
-        self._rows = rows
-        self.pace = Pace(metric.pacing, metric.sorted(rows.is_kept()), rows)
-
-    def of_epoch(self, epoch: int) -> Iterator[Run]:
-        counts = self.pace.counts(epoch)
-        limits = self.pace.values[np.maximum(counts, 1) - 1]
-        yield Run(self._rows.largest(self.values, epoch), limits, counts)
-
-
-class SeveralMetrics:
-    """The runs of several metrics.
+class PacedRuns:
+    """The runs of every epoch.
 
     Examples are ordered by the first level that opens them. Behind the levels of a run
     come those of later batches, so that the others are in the order in which they will
@@ -103,8 +71,12 @@ class SeveralMetrics:
 
     def of_epoch(self, epoch: int) -> Iterator[Run]:
         levels = self.levels(epoch)
-        later = np.concatenate([levels, self._levels_ahead(epoch)])
         ranks = [self._rows.largest(x, epoch) for x in self.ranks]
+        if len(ranks) == 1:
+            # Its levels always form a chain, whatever comes later.
+            yield self.run(levels, levels[:0], ranks)
+            return
+        later = np.concatenate([levels, self._levels_ahead(epoch)])
         for first, last in chains(levels):
             yield self.run(levels[first:last], later[last:], ranks)
 
@@ -122,6 +94,8 @@ class SeveralMetrics:
           later: `[m, M]` integers, the levels of later batches.
           ranks: M arrays `[N]`, the ranks of each example or packed row.
         """
+        if len(ranks) == 1:
+            return Run(ranks[0], levels[:, 0], levels[:, 0])
         chain, index = np.unique(levels, axis=0, return_inverse=True)
         rising = np.maximum.accumulate(np.concatenate([chain[-1:], later]))
         is_new = np.any(rising[1:] != rising[:-1], axis=1)

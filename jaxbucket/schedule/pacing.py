@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
+
+from jaxbucket.base.checks import check_number, check_share
 
 Pacing: TypeAlias = Callable[[float], float]
 Unit: TypeAlias = Literal["epochs", "steps", "tokens"]
@@ -36,14 +39,9 @@ class _Timed:
     tokens: Any = dataclasses.field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in self.given())
+        fields = dataclasses.asdict(self).items()
+        values = ", ".join(f"{name}={x!r}" for name, x in fields if x is not None)
         return f"{type(self).__name__}({values})"
-
-    def given(self) -> list[tuple[str, Any]]:
-        """Returns the names and values of all fields that are not None."""
-        fields = sorted(dataclasses.fields(self), key=lambda x: bool(x.kw_only))
-        pairs = [(field.name, getattr(self, field.name)) for field in fields]
-        return [(name, value) for name, value in pairs if value is not None]
 
     @property
     def unit(self) -> Unit:
@@ -55,13 +53,12 @@ class _Timed:
         """The value of the field that is named like the unit."""
         return getattr(self, self.unit)
 
-    def _check_one_unit(self) -> None:
-        given = [(x, getattr(self, x)) for x in UNITS]
-        given = [f"`{x}={value!r}`" for x, value in given if value is not None]
-        if len(given) > 1:
+    def _check_unit(self) -> None:
+        given = [unit for unit in UNITS if getattr(self, unit) is not None]
+        if len(given) != 1:
             raise ValueError(
-                f"{' and '.join(given)} exclude each other. Pass one of `epochs`, "
-                "`steps` and `tokens`."
+                f"`epochs={getattr(self, 'epochs', None)!r}`, `steps={self.steps!r}` "
+                f"and `tokens={self.tokens!r}`: pass one of them."
             )
 
 
@@ -91,7 +88,7 @@ class LinearPacing(_Timed):
     epochs: float | None = None
 
     def __post_init__(self):
-        _check_share("start", self.start)
+        check_share("start", self.start)
         _check_duration(self)
 
     def __call__(self, progress: float) -> float:
@@ -128,9 +125,9 @@ class RootPacing(_Timed):
     degree: float = 2.0
 
     def __post_init__(self):
-        _check_share("start", self.start)
+        check_share("start", self.start)
         _check_duration(self)
-        _check_positive("degree", self.degree)
+        check_number("degree", self.degree)
 
     def __call__(self, progress: float) -> float:
         least = self.start**self.degree
@@ -166,73 +163,21 @@ class StepPacing(_Timed):
     epochs: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "shares", _numbers("shares", self.shares))
+        object.__setattr__(self, "shares", tuple(self.shares))
         for share in self.shares:
-            _check_share("shares", share)
-        self._check_one_unit()
-        if all(getattr(self, unit) is None for unit in UNITS):
-            raise ValueError(
-                "`StepPacing` has no times at which the share changes. Pass `epochs`, "
-                "`steps` or `tokens`."
-            )
-        times = _numbers(self.unit, self.duration)
+            check_share("shares", share)
+        self._check_unit()
+        times = tuple(self.duration)
         object.__setattr__(self, self.unit, times)
-        if len(self.shares) != len(times) + 1:
+        ascending = all(a < b for a, b in itertools.pairwise((0, *times, math.inf)))
+        if not ascending or len(self.shares) != len(times) + 1:
             raise ValueError(
-                f"`shares` has {len(self.shares)} entries for {len(times)} in "
-                f"`{self.unit}`. Pass one share more than `{self.unit}`, the first one "
-                "for the start."
-            )
-        pairs = zip(times, times[1:], strict=False)
-        if not all(a < b for a, b in pairs) or not all(0 < x < math.inf for x in times):
-            raise ValueError(
-                f"`{self.unit}={times}` must be positive, finite and ascending."
+                f"`shares={self.shares}` with `{self.unit}={times}`: pass one share "
+                "more than times, which are positive, finite and ascending."
             )
 
     def __call__(self, progress: float) -> float:
         return self.shares[bisect.bisect_right(self.duration, progress)]
-
-
-@dataclasses.dataclass(frozen=True)
-class CyclicPacing:
-    """A pacing function that restarts another one periodically.
-
-    Example:
-      >>> pacing = CyclicPacing(LinearPacing(start=0.5, epochs=0.5), every=1)
-      >>> pacing(0), pacing(0.25), pacing(0.75), pacing(1)
-      (0.5, 0.75, 1.0, 0.5)
-
-    Attributes:
-      pacing: the pacing function of one cycle.
-      every: the length of a cycle, in the unit of `pacing`; 1 epoch by default.
-
-    Raises:
-      ValueError: if `pacing` is not callable, or `every` is not positive, or missing
-        although `pacing` counts steps or tokens.
-    """
-
-    pacing: Pacing
-    every: float | None = None
-
-    def __post_init__(self):
-        check_share_pacing(self.pacing)
-        if self.every is None and self.unit == "epochs":
-            object.__setattr__(self, "every", 1.0)
-        if self.every is None:
-            raise ValueError(
-                f"`every` is missing, and `pacing={self.pacing!r}` counts {self.unit}. "
-                f"Pass the number of {self.unit} in a cycle."
-            )
-        _check_positive("every", self.every)
-
-    @property
-    def unit(self) -> Unit:
-        """The unit of progress, which is that of `pacing`."""
-        return pacing_unit(self.pacing)
-
-    def __call__(self, progress: float) -> float:
-        # Integers stay integers, so that a function of steps can use them as indices.
-        return self.pacing(progress % self.every)  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,15 +212,13 @@ class ByValue:
 
     def __post_init__(self):
         check_share_pacing(self.pacing)
-        for name in ("low", "high"):
-            _check_number(name, getattr(self, name))
         if not -math.inf < self.low <= self.high < math.inf:
             raise ValueError(
                 f"`low={self.low!r}` and `high={self.high!r}` must be finite, and "
                 "`low` must not exceed `high`."
             )
         if self.multiple is not None:
-            _check_positive("multiple", self.multiple)
+            check_number("multiple", self.multiple)
 
     @property
     def unit(self) -> Unit:
@@ -327,6 +270,17 @@ def check_share_pacing(pacing: Pacing) -> None:
         )
 
 
+def pacing_name(pacing: Pacing) -> str:
+    """Returns a name for fingerprints: the options, or the name of a user's function.
+
+    The code of a function and the values that it refers to are not part of the name.
+    """
+    if dataclasses.is_dataclass(pacing):
+        return repr(pacing)
+    kind = pacing if hasattr(pacing, "__qualname__") else type(pacing)
+    return f"{kind.__module__}.{kind.__qualname__}"  # pyright: ignore
+
+
 def pacing_unit(pacing: Pacing) -> Unit:
     """Returns the unit of progress of a pacing function, epochs by default."""
     return getattr(pacing, "unit", "epochs")
@@ -350,42 +304,12 @@ def open_share(pacing: Pacing, progress: float) -> float:
 
 def _check_duration(pacing: Any) -> None:
     """Sets the default of one epoch, and checks that the duration is positive."""
-    pacing._check_one_unit()
     if all(getattr(pacing, unit) is None for unit in UNITS):
         object.__setattr__(pacing, "epochs", 1.0)
-    _check_positive(pacing.unit, pacing.duration)
+    pacing._check_unit()
+    check_number(pacing.unit, pacing.duration)
 
 
 def _decimal(value: float) -> Fraction:
     """Returns the decimal that a number is printed as."""
     return Fraction(str(value))
-
-
-def _numbers(name: str, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, Iterable):
-        raise ValueError(
-            f"`{name}={values!r}` is not a sequence. Pass several numbers, such as "
-            f"`({values!r},)`."
-        )
-    values = tuple(values)
-    for value in values:
-        _check_number(name, value)
-    return values
-
-
-def _check_number(name: str, value: Any) -> None:
-    # `numbers.Real` also covers the scalars of numpy, and bools.
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise ValueError(f"`{name}={value!r}` is not a number. Pass a float or an int.")
-
-
-def _check_share(name: str, share: float) -> None:
-    _check_number(name, share)
-    if not 0 <= share <= 1:
-        raise ValueError(f"`{name}={share!r}` must be a share from 0 to 1.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    _check_number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"`{name}={value!r}` must be positive and finite.")

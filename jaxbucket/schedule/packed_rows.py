@@ -42,12 +42,10 @@ class PackedRows:
     """Maps packed rows to the examples of their slots.
 
     Args:
-      packing: the packing of these lengths.
-      lengths: `[n]` integers, one per packed example.
-      parts: sequence name -> `[n]` lengths; None unless examples have several
-        sequences.
-      is_kept: `[N]` bool, whether each example of the source is packed; None if all
-        are.
+      packing: the packing of the examples that take part.
+      plan: the shapes, and the policy for overlong examples.
+      lengths: `[N]` integers, or `[N, Q]` with a column for each of Q sequences.
+      is_kept: `[N]` bool, whether each example takes part; None if all do.
       seed: the seed of the permutations; None for source order in every epoch.
       difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
 
@@ -61,8 +59,8 @@ class PackedRows:
     def __init__(
         self,
         packing: Packing,
+        plan: BucketPlan,
         lengths: np.ndarray,
-        parts: Mapping[str, np.ndarray] | None,
         is_kept: np.ndarray | None,
         seed: int | None,
         difficulty: np.ndarray | None = None,
@@ -71,15 +69,11 @@ class PackedRows:
         self._packing = packing
         self._seed = seed
         slot_lengths = packing.slot_lengths
-        packed, sequences = list(packing.sequences), list(parts or ())
-        if packed != sequences:
-            raise ValueError(
-                f"`packing` has the sequences {packed}, but `lengths` has {sequences}. "
-                "Pack these lengths."
-            )
-        if parts is not None and packing.slot_parts is not None:
+        columns = plan.truncated(lengths if is_kept is None else lengths[is_kept])
+        lengths = total_lengths(columns)
+        if packing.slot_parts is not None:
             # A kind stands for a combination of lengths, one of each sequence.
-            lengths, slot_lengths = _kinds(parts, packing.slot_parts)
+            lengths, slot_lengths = _kinds(columns, packing.slot_parts)
         self._examples = _by_length(lengths)
         slots = _by_length(slot_lengths)
         ordered = lengths[self._examples]
@@ -234,34 +228,6 @@ def _groups(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(starts, sizes), np.repeat(sizes, sizes)
 
 
-def packed_rows(
-    packing: Packing,
-    plan: BucketPlan,
-    lengths: np.ndarray,
-    is_kept: np.ndarray | None,
-    seed: int | None,
-    difficulty: np.ndarray | None,
-) -> PackedRows:
-    """Returns the packed rows of the examples that a schedule keeps.
-
-    Args:
-      packing: the packing of these examples.
-      plan: the shapes, and the policy for overlong examples.
-      lengths: `[N]` or `[N, Q]` integers.
-      is_kept: `[N]` bool, whether each example takes part; None if all do.
-      seed: the seed of the permutations; None for source order in every epoch.
-      difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
-
-    Raises:
-      ValueError: if `packing` was created for different lengths.
-    """
-    kept = plan.truncated(lengths if is_kept is None else lengths[is_kept])
-    parts = None
-    if plan.sequences:
-        parts = dict(zip(plan.sequences, kept.T, strict=True))
-    return PackedRows(packing, total_lengths(kept), parts, is_kept, seed, difficulty)
-
-
 def packed_report(
     epoch: Report,
     packing: Packing,
@@ -286,10 +252,9 @@ def packed_report(
 
 
 def _kinds(
-    parts: Mapping[str, np.ndarray], slot_parts: np.ndarray
+    examples: np.ndarray, slot_parts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns `[N]` and `[S]` numbers from 1, equal where all lengths are equal."""
-    examples = np.stack(list(parts.values()), axis=1)
     both = np.concatenate([examples, slot_parts])
     kinds = np.unique(both, axis=0, return_inverse=True)[1].reshape(-1) + 1
     return kinds[: len(examples)], kinds[len(examples) :]

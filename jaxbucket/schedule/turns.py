@@ -8,7 +8,6 @@ import math
 import operator
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 
@@ -16,57 +15,17 @@ _MAX_PERIOD = 2**16
 _MAX_ERROR = 0.05
 
 
-class TurnOrder(Protocol):
-    """An endless sequence of turns."""
-
-    def at(self, turn: int) -> tuple[int, int]:
-        """Returns the member of a turn, and the number of its earlier turns."""
-        ...
-
-    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the same as `at` for each of `[n]` turns."""
-        ...
-
-    def before(self, member: int, turn: int) -> int:
-        """Returns the number of turns of a member before a turn."""
-        ...
-
-    def until(self, member: int, count: int) -> int | None:
-        """Returns the number of turns after which a member has had `count` >= 1.
-
-        It is None if the member never has as many.
-        """
-        ...
-
-
-def turn_order(
-    starts: Sequence[int], shares: Sequence[Sequence[Fraction]]
-) -> TurnOrder:
-    """Returns `ChangingTurns`, or `Turns` if the shares never change."""
-    return ChangingTurns(starts, shares) if len(shares) > 1 else Turns(shares[0])
-
-
-class Turns:
+class _Period:
     """A periodic sequence of turns, spread as evenly as the shares allow.
 
-    After any number of turns each of the n members has had its share to within
-    `1 - 1 / (2 * n - 2)` of a turn (Tijdeman, "The chairman assignment problem",
-    Discrete Mathematics 1980). Only one period of the sequence is stored.
-
-    Example:
-      >>> turns = Turns([Fraction(2), Fraction(1), Fraction(1)])
-      >>> [turns.at(turn) for turn in range(5)]
-      [(0, 0), (1, 0), (2, 0), (0, 1), (0, 2)]
+    Only one period of the sequence is stored.
 
     Args:
-      shares: `[n]` numbers, not negative, of which at least one is positive. They are
-        rounded to multiples of 2**-16 of their sum if an exact period would be longer
-        than 2**16 turns.
+      shares: `[n]` numbers, not negative, of which at least one is positive.
       num_turns: the number of turns that are needed; None for an endless sequence.
 
     Attributes:
       parts: `[n]` int64, the turns of each member in a period.
-      period: the sum of `parts`.
 
     Raises:
       ValueError: if rounding changes a share by more than 5%.
@@ -94,12 +53,6 @@ class Turns:
         before = int(self._turns_before[turn])
         return member, periods * int(self.parts[member]) + before
 
-    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the same as `at` for each of `[n]` turns."""
-        periods, turns = np.divmod(turns, self.period)
-        members = self._members[turns]
-        return members, periods * self.parts[members] + self._turns_before[turns]
-
     def before(self, member: int, turn: int) -> int:
         """Returns the number of turns of a member before a turn."""
         periods, turn = divmod(turn, self.period)
@@ -112,30 +65,33 @@ class Turns:
         return periods * self.period + int(self._turns_by_member[member][last]) + 1
 
 
-class ChangingTurns:
-    """Turns whose shares change. Members go on where they were.
+class Turns:
+    """Turns in proportion to shares, which may change. Members go on where they were.
 
-    In each period between two changes, every member has had its share to within one
-    turn, as in `Turns`. Only the periods of the shares are stored.
+    After any number of turns since a change, each of the n members has had its share to
+    within `1 - 1 / (2 * n - 2)` of a turn (Tijdeman, "The chairman assignment problem",
+    Discrete Mathematics 1980).
 
     Example:
       >>> half, quarter = Fraction(1, 2), Fraction(1, 4)
-      >>> turns = ChangingTurns([0, 4], [[half, half], [1 - quarter, quarter]])
+      >>> turns = Turns([0, 4], [[half, half], [1 - quarter, quarter]])
       >>> [turns.at(turn) for turn in range(8)]
       [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (0, 4)]
 
     Args:
-      starts: the first turns of the periods, ascending from 0.
-      shares: `[n]` numbers for each period, of which some may be 0.
+      starts: the turns from which the shares hold, ascending from 0.
+      shares: for each of them, `[n]` numbers, of which some may be 0. They are rounded
+        to multiples of 2**-16 of their sum if an exact period would be longer than
+        2**16 turns.
 
     Raises:
-      ValueError: as `Turns`.
+      ValueError: if rounding changes a share by more than 5%.
     """
 
     def __init__(self, starts: Sequence[int], shares: Sequence[Sequence[Fraction]]):
         self._starts = list(starts)
         lengths = [b - a for a, b in itertools.pairwise(starts)]
-        self._turns = list(map(Turns, shares, [*lengths, None]))
+        self._turns = list(map(_Period, shares, [*lengths, None]))
         # The number of turns of each member before each period.
         self._before = [[0] * len(shares[0])]
         for length, turns in zip(lengths, self._turns, strict=False):
@@ -150,17 +106,6 @@ class ChangingTurns:
         index = bisect.bisect_right(self._starts, turn) - 1
         member, number = self._turns[index].at(turn - self._starts[index])
         return member, self._before[index][member] + number
-
-    def at_each(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the same as `at` for each of `[n]` turns."""
-        index = np.searchsorted(self._starts, turns, side="right") - 1
-        members, numbers = np.empty_like(turns), np.empty_like(turns)
-        for period in np.unique(index).tolist():
-            here = index == period
-            local = self._turns[period].at_each(turns[here] - self._starts[period])
-            members[here] = local[0]
-            numbers[here] = local[1] + np.array(self._before[period])[local[0]]
-        return members, numbers
 
     def before(self, member: int, turn: int) -> int:
         """Returns the number of turns of a member before a turn."""

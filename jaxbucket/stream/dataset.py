@@ -278,7 +278,7 @@ class StreamDataset(grain.IterDataset[Batch]):
             data,
             {
                 **self._run.config(before=step),
-                "later_plans": self._run.plans(max(step, 1), float("inf")),
+                "later": self._run.plans(max(step, 1), float("inf")),
                 "processes": self._run.num_processes,
                 "fingerprint": self.fingerprint,
             },

@@ -59,7 +59,7 @@ class MeshLoader:
         `transform` may be mappings with the same names.
       schedule: assigns examples to the rows of a bucket for each step.
       mesh: the mesh on which batches are sharded.
-      start_step: the first step to yield; by default the schedule's first.
+      start_step: the first step to yield.
       num_steps: the step at which the run ends, counted from step 0 over all epochs;
         `math.inf` for an endless run. By default the end of the epoch of `start_step`.
       num_epochs: the length of the run in epochs of the schedule, as an alternative to
@@ -104,7 +104,7 @@ class MeshLoader:
         schedule: Schedule,
         mesh: Mesh,
         *,
-        start_step: int | None = None,
+        start_step: int = 0,
         num_steps: float | None = None,
         num_epochs: int | None = None,
         batch_axes: Axes = DATA_AXIS,
@@ -200,18 +200,13 @@ class MeshLoader:
 
         The batches are bit for bit those of the run that was never interrupted.
 
-        A loader of `schedule.continue_with(position)` already starts at `position`, so
-        do not call `resume(position)` on it. To resume that run from a later position,
-        call `resume` on a loader of `schedule` itself.
-
         Args:
           position: the position to resume from, as returned by `position`.
 
         Raises:
           ValueError: if the plan, the data, the seed, the order, `sequences`,
             `pad_value` or the name of the transform has changed, naming the change; if
-            the schedule continues from `position` by `continue_with`; if the run ends
-            before the position; or if `position` is not a `DataPosition`.
+            the run ends before the position; or if `position` is not a `DataPosition`.
         """
         resumed = copy.copy(self)
         resumed.dataset = self.dataset.resume(position)

@@ -61,7 +61,7 @@ def check_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
             "Use the same source, plan, lengths, seed and epoch in all of them.",
         )
     start, stop = batches.start_step, batches.start_step + len(batches)
-    if len(batches) != len(schedule) or (start - schedule.first_step) % len(schedule):
+    if len(batches) != len(schedule) or start % len(schedule):
         raise ValueError(
             f"`batches` has steps {start} to {stop - 1}, which are not exactly one "
             f"epoch of {len(schedule)} steps. Create a separate loader for "

@@ -18,7 +18,6 @@ def dataset(
     max_tokens=12,
     seed=0,
     order="shuffled",
-    position=None,
     **options,
 ):
     lengths = [len(example["x"]) for example in source]
@@ -26,8 +25,6 @@ def dataset(
         lengths, sample=True, max_tokens=max_tokens, num_buckets=2, **options
     )
     schedule = BatchSchedule(plan, lengths, seed=seed, order=order)
-    if position is not None:
-        schedule = schedule.continue_with(position)
     return batch_dataset(source, schedule, num_steps=100)
 
 
@@ -76,10 +73,7 @@ def test_the_error_names_the_change(case):
     assert text.startswith("Cannot resume at step 7, because the plan, the data or the")
     assert message in text
     assert "has changed (saved -> now): " in text
-    assert text.endswith(
-        "Restore the previous settings, save to a different folder, or continue "
-        "deliberately with `schedule.continue_with(position)`."
-    )
+    assert text.endswith("with `JoinedSchedule({0: old, 7: new})`.")
 
 
 def test_the_error_names_every_change_with_the_buckets_last():
@@ -97,25 +91,6 @@ def test_the_error_names_changed_step_costs_of_the_same_buckets():
     other = dataset(cost_fn=cost_per_step(2))
     with pytest.raises(ValueError, match=r"now\): plan step costs \[.*\] -> \[.*\]\. "):
         other.resume(position)
-
-
-def test_a_schedule_that_starts_at_a_position_does_not_resume_from_it():
-    before = dataset()
-    for first_step in (0, 7):
-        position = before.position(first_step)
-        batches = dataset(seed=1, position=position)
-        message = "at step {}, because the schedule continues .* Do not call `resume`"
-        with pytest.raises(ValueError, match=message.format(first_step)):
-            batches.resume(position)
-        batches.resume(batches.position(first_step))
-        # This is a position of the same run, but at another step.
-        with pytest.raises(ValueError, match="schedule seed 0 -> 1; "):
-            batches.resume(before.position(first_step + 1))
-        # A program that always calls `continue_with` is told to remove it.
-        later = batches.position(first_step + 2)
-        again = dataset(seed=1, position=later)
-        with pytest.raises(ValueError, match="Remove `continue_with` to resume the"):
-            again.resume(later)
 
 
 def test_the_fingerprint_of_a_source_is_compared():

@@ -10,7 +10,6 @@ from jaxbucket import (
     Batch,
     BatchSchedule,
     batch_dataset,
-    measure_lengths,
     plan_buckets,
 )
 from jaxbucket.data import DataPosition, RowShard, unbatch
@@ -223,17 +222,6 @@ def test_invalid_arguments_are_refused(arguments, name):
         batch_dataset(**{"source": source, "schedule": schedule} | arguments)
 
 
-@pytest.mark.parametrize("first_step", [None, "3", -1, 0.5, 9])
-def test_a_position_with_a_damaged_first_step_is_refused(first_step):
-    source, schedule = make_job()
-    before = batch_dataset(source, schedule).position(3)
-    position = batch_dataset(source, schedule.continue_with(before)).position(7)
-    damaged = {**position.schedule, "first_step": first_step}
-    position = DataPosition(7, position.plan, position.data, damaged)
-    with pytest.raises(ValueError, match="`position` is damaged: it continues "):
-        batch_dataset(source, schedule).resume(position)
-
-
 def test_an_invalid_index_is_refused():
     with pytest.raises(IndexError, match="`index=10+` is step 10+, which is beyond"):
         batch_dataset(*make_job())[10**25]
@@ -265,55 +253,16 @@ def test_resuming_a_position_continues_with_the_next_batch(problem):
             assert same(rest[index], dataset[step + index])
 
 
-def test_a_run_continued_with_more_data_can_be_resumed():
-    source = [{"x": np.full(1 + n % 5, n)} for n in range(30)]
-    lengths = measure_lengths(source, progress=False)
-    plan = plan_buckets(lengths, max_tokens=20, num_buckets=2)
-
-    def dataset(size, position=None):
-        schedule = BatchSchedule(plan, lengths[:size])
-        if position:
-            schedule = schedule.continue_with(position)
-        return batch_dataset(source[:size], schedule, num_steps=40)
-
-    first = dataset(20).position(6)
-    with pytest.raises(ValueError, match="data examples 20 -> 30"):
-        dataset(30).resume(first)
-    grown = dataset(30, first)
-    assert len(grown) == 34
-    epoch = len(BatchSchedule(plan, lengths))
-    seen = [x for i in range(epoch) for e in unbatch(grown[i]) for x in e["x"][:1]]
-    assert sorted(seen) == list(range(30))
-    # The position of the grown run records which position it continues.
-    later = grown.position(15)
-    for restarted in (dataset(30), dataset(30, first)):
-        rest = restarted.resume(later)
-        assert same(rest[0], grown[9]) and len(rest) == 25
-    # A run may be continued a second time.
-    shrunk = dataset(20, later)
-    assert same(dataset(20).resume(shrunk.position(22))[0], shrunk[7])
-    with pytest.raises(ValueError, match="schedule continues"):
-        dataset(20).resume(shrunk.position(22)).resume(later)
-
-
 def test_a_position_beyond_the_end_of_the_run_is_refused():
     source = [{"x": [1]}]
     schedule = BatchSchedule(plan_buckets([1], max_tokens=1), [1])
     position = batch_dataset(source, schedule, num_steps=9).position(9)
     with pytest.raises(ValueError, match="ends at step 5, before .* step 9"):
         batch_dataset(source, schedule, num_steps=5).resume(position)
-    # Also if the run was deliberately continued in the meantime.
-    grown = schedule.continue_with(position)
-    position = batch_dataset(source, grown, num_steps=12).position(12)
-    with pytest.raises(ValueError, match="ends at step 5, before .* step 12"):
-        batch_dataset(source, schedule, num_steps=5).resume(position)
 
 
-@pytest.mark.parametrize("is_continued", [False, True])
-def test_changes_are_reported_before_the_end_of_the_run(is_continued):
+def test_changes_are_reported_before_the_end_of_the_run():
     source, schedule = make_job(1)
-    if is_continued:
-        schedule = schedule.continue_with(batch_dataset(source, schedule).position(500))
     position = batch_dataset(source, schedule, num_steps=900).position(900)
     other_plan = plan_buckets(source.lengths, max_tokens=640, batch_size_multiple=8)
     for other, message in (
@@ -322,39 +271,6 @@ def test_changes_are_reported_before_the_end_of_the_run(is_continued):
     ):
         with pytest.raises(ValueError, match=message):
             batch_dataset(source, other, num_steps=5).resume(position)
-
-
-def test_a_dataset_starts_with_the_first_step_of_its_schedule():
-    source = [{"x": [1]}, {"x": [2]}, {"x": [3]}]
-    schedule = BatchSchedule(plan_buckets([1] * 3, max_tokens=1), [1] * 3)
-    position = batch_dataset(source, schedule).position(4)
-    dataset = batch_dataset(source, schedule.continue_with(position))
-    assert len(dataset) == 3
-    with pytest.raises(ValueError, match="`start_step=3` must be between 4 and"):
-        batch_dataset(source, schedule.continue_with(position), start_step=3)
-
-
-@pytest.mark.parametrize("end", [{"num_epochs": 2}, {}])
-def test_resuming_a_continued_run_does_not_change_its_end(end):
-    source = [{"x": [0] * n} for n in range(1, 10)]
-    lengths = [len(example["x"]) for example in source]
-    plan = plan_buckets(lengths, max_tokens=9, boundaries=[9])
-    before = batch_dataset(source, BatchSchedule(plan, lengths), num_steps=100)
-    for first in (4, 40):
-        grown = BatchSchedule(plan, lengths).continue_with(before.position(first))
-        whole = batch_dataset(source, grown, **end)
-        assert len(whole) == len(lengths) * end.get("num_epochs", 1)
-        for later in (0, 1, len(whole) - 1, len(whole)):
-            position = whole.position(first + later)
-            # The same script is started again without `continue_with`.
-            restarted = batch_dataset(source, BatchSchedule(plan, lengths), **end)
-            rest = restarted.resume(position)
-            assert len(rest) == len(whole) - later
-            if not end:
-                # For any `start_step`.
-                plain = BatchSchedule(plan, lengths)
-                restarted = batch_dataset(source, plain, start_step=first)
-                assert len(restarted.resume(position)) == len(whole) - later
 
 
 def test_a_position_of_the_wrong_type_is_refused():

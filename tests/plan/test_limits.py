@@ -312,7 +312,7 @@ def try_shapes(edges: Edges) -> None:
 
 def try_schedule(edges: Edges, plan: BucketPlan, lengths: Any) -> None:
     accumulate, group = edges.one(), ["same", "mixed"][edges.rng.integers(2)]
-    opening = [(plan.buckets[0], edges.one())] if edges.rng.random() < 0.2 else None
+    opening = "largest_first" if edges.rng.random() < 0.2 else None
     schedule = BatchSchedule(
         plan,
         lengths,

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.plan.flow.dominance import fits
 
 NAMES = ("frames", "source", "target")
 ORDERS = (
     *("spread", "shuffled", "source", "ascending", "descending", "curriculum"),
-    *(jb.schedule.NoisySorted(), jb.schedule.GroupedByLength()),
+    jb.schedule.GroupedByLength(),
 )
 REMAINDERS = ("cheapest", "promote", "pad", "drop")
 
@@ -56,7 +55,7 @@ def examples_of(schedule, epoch=0):
     return [(batch.bucket, batch.rows[batch.rows >= 0]) for batch in batches]
 
 
-@pytest.mark.parametrize("seed", seeds(120))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_every_example_is_in_one_row_of_a_bucket_that_holds_it(seed):
     lengths, plan = random_problem(seed)
     remainder = REMAINDERS[seed // 7 % 3]
@@ -114,17 +113,6 @@ def test_the_report_counts_the_batches_of_an_epoch(seed):
         assert part.batches == sum(bucket == x for x, _ in batches)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("seed", range(6))
-def test_a_step_does_not_depend_on_other_steps(order, seed):
-    lengths, plan = random_problem(200 + seed)
-    schedule, again = (make_schedule(lengths, plan, seed, order=order) for _ in "ab")
-    steps = np.random.default_rng(seed).permutation(3 * len(schedule))[:40].tolist()
-    for step in steps:
-        np.testing.assert_array_equal(schedule[step].rows, again[step].rows)
-    assert schedule.fingerprint == again.fingerprint
-
-
 def test_epochs_are_redrawn():
     lengths, plan = random_problem(3)
     for order in ("spread", "shuffled", "curriculum"):
@@ -136,8 +124,7 @@ def test_epochs_are_redrawn():
         assert len(first & second) < len(first)
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("hosts", "seed"), [(1, 0), (3, 1), (8, 0)])
 def test_hosts_load_parts_of_the_same_batches(hosts, seed):
     rng = np.random.default_rng(seed)
     lengths = {name: rng.integers(1, 20, 200) for name in NAMES[: 2 + seed % 2]}
@@ -208,17 +195,6 @@ def test_too_long_sequences_follow_the_policy_of_their_side(seed, policy):
             np.testing.assert_array_equal(row[name], expected)
 
 
-def test_a_million_pairs_are_assigned_like_one_by_one():
-    rng = np.random.default_rng(0)
-    lengths = {name: rng.integers(1, 65, 300_000) for name in ("a", "b")}
-    shapes = [(8, {"a": a, "b": b}) for a in (16, 32, 64) for b in (16, 32, 64)]
-    plan = jb.BucketPlan.from_shapes(shapes)
-    index = plan.assign(lengths)
-    held = fits(np.stack([lengths["a"], lengths["b"]], axis=1), plan.seq_lens)
-    costs = np.where(held, plan.tokens_per_row, 10**6)
-    np.testing.assert_array_equal(index, costs.argmin(axis=1))
-
-
 # Invalid input
 
 
@@ -273,18 +249,6 @@ def test_an_example_that_no_bucket_holds_is_refused():
 def test_plans_with_invalid_sequences_are_refused(shapes, fields, message):
     with pytest.raises(ValueError, match=message):
         jb.BucketPlan.from_shapes(shapes, **fields)
-
-
-def test_a_plan_of_several_sequences_has_no_boundaries():
-    plan = jb.BucketPlan.from_shapes([(1, {"a": 2, "b": 2})])
-    with pytest.raises(ValueError, match="requires examples with one length"):
-        print(plan.boundaries)
-    with pytest.raises(ValueError, match="is a list, but the plan has the sequences"):
-        plan.assign([1, 2])
-    with pytest.raises(
-        ValueError, match=r"has the sequences \['a', 'c'\], but the plan"
-    ):
-        plan.assign({"a": [1], "c": [1]})
 
 
 # Balance
@@ -349,15 +313,6 @@ def test_a_bucket_holds_batches_that_are_shorter_in_every_sequence():
     assert not bucket.holds(jb.Bucket(2, {"a": 1, "c": 1}))
     assert not bucket.holds(jb.Bucket(2, 3))
     assert not jb.Bucket(2, 30).holds(bucket)
-
-
-def test_an_example_that_no_bucket_holds_is_named_by_its_index():
-    size = (1 << 20) + 10
-    lengths = {name: np.ones(size, np.int32) for name in ("a", "b")}
-    lengths["a"][size - 1] = lengths["b"][size - 1] = 3
-    plan = jb.BucketPlan.from_shapes([(1, {"a": 8, "b": 2}), (1, {"a": 2, "b": 8})])
-    with pytest.raises(ValueError, match=f"Example {size - 1} has the lengths"):
-        jb.BatchSchedule(plan, lengths)
 
 
 def test_a_changed_length_names_its_sequence():

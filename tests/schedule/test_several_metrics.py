@@ -1,26 +1,21 @@
 """Curricula by several metrics and by value, against oracles in plain numpy."""
 
 import math
-import pickle
-import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from schedule_cases import Cycles
 
-import jaxbucket as jb
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
-from jaxbucket.base.batch import RowShard
 from jaxbucket.schedule import (
     ByValue,
-    CyclicPacing,
     LinearPacing,
     RootPacing,
     StepPacing,
 )
-from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.pace import Pace
-from jaxbucket.schedule.paced_runs import SeveralMetrics, chains
+from jaxbucket.schedule.metric import Metric, Pace
+from jaxbucket.schedule.paced_runs import PacedRuns, chains
 from jaxbucket.schedule.pacing import pacing_unit
 
 # Each opens examples by one metric; in a case, every metric has its own.
@@ -29,7 +24,7 @@ PACINGS = {
     "root": RootPacing(0.1, steps=60),
     "steps": StepPacing((0.1, 0.5, 1), steps=(10, 35)),
     "tokens": LinearPacing(0.3, tokens=9000),
-    "cycles": CyclicPacing(LinearPacing(0.2, steps=11), every=17),
+    "cycles": Cycles(LinearPacing(0.2, steps=11), every=17),
     "wave": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
     "value": ByValue(LinearPacing(0, steps=50), low=2, high=90, multiple=8),
     "low value": ByValue(LinearPacing(0, epochs=2), low=-5, high=40),
@@ -169,7 +164,7 @@ def test_draws_with_replacement_come_from_all_open_examples(case):
         if open_now.any():
             assert open_now[batch.rows].all()
         epoch, position = divmod(step, len(schedule))
-        counts, examples = schedule._epochs._open_examples.at(epoch, position)
+        counts, examples = schedule._epochs.open_examples(epoch, position)
         if open_now.any():
             found = [own[:n] for n, own in zip(counts, examples, strict=True)]
             np.testing.assert_array_equal(
@@ -177,83 +172,6 @@ def test_draws_with_replacement_come_from_all_open_examples(case):
             )
         else:
             assert sum(counts)
-
-
-def test_draws_with_replacement_are_uniform():
-    rng = np.random.default_rng(2)
-    lengths = rng.integers(1, 100, 300)
-    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
-    values = {name: rng.permutation(300) for name in "ab"}
-    order = Curriculum(values, lambda epochs: 0.6, replacement=True)
-    schedule = BatchSchedule(plan, lengths, order=order)
-    counts = np.zeros(300, int)
-    for step in range(1000):
-        np.add.at(counts, schedule[step].rows, 1)
-    is_easy = (values["a"] < 180) & (values["b"] < 180)
-    assert np.all(counts[~is_easy] == 0)
-    mean = counts[is_easy].mean()
-    assert mean > 50
-    assert np.all(abs(counts[is_easy] - mean) < 6 * np.sqrt(mean) + 0.02 * mean)
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "group": "mixed"}])
-def test_a_new_schedule_returns_the_same_batch_for_any_step(replacement, options):
-    first = build(CASES[2], replacement, **options)
-    steps = np.random.default_rng(0).permutation(3 * len(first))[:25].tolist()
-    ahead = {step: first.micro_batches(step) for step in sorted(steps)}
-    again = build(CASES[2], replacement, **options)
-    for step in steps:
-        for one, other in zip(ahead[step], again.micro_batches(step), strict=True):
-            assert one.bucket == other.bucket
-            np.testing.assert_array_equal(one.rows, other.rows)
-
-
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 8])
-def test_hosts_read_the_rows_of_the_schedule(num_hosts):
-    lengths = np.random.default_rng(0).integers(1, 9, 200)
-    plan = BucketPlan((Bucket(48, 4), Bucket(24, 8)), max_tokens=192)
-    values = {"length": lengths, "index": np.arange(200)}
-    source = [{"x": np.full(n, i)} for i, n in enumerate(lengths)]
-    pacing = {"length": PACINGS["linear"], "index": CyclicPacing(LinearPacing(), 0.5)}
-    # Each host has its own schedule.
-    schedules = [
-        BatchSchedule(plan, lengths, order=Curriculum(values, pacing))
-        for _ in range(num_hosts)
-    ]
-    hosts = [
-        jb.batch_dataset(source, x, shard=RowShard((host,), num_hosts))
-        for host, x in enumerate(schedules)
-    ]
-    for step in range(2 * len(schedules[0])):
-        parts = [host[step].features["x"][:, 0] for host in hosts]
-        rows = schedules[0][step].rows
-        np.testing.assert_array_equal(np.concatenate(parts), np.maximum(rows, 0))
-
-
-def test_a_schedule_is_sent_to_workers():
-    plan, lengths, metrics = problem()
-    for replacement in (False, True):
-        order = Curriculum(metrics, LinearPacing(steps=40), replacement=replacement)
-        schedule = BatchSchedule(plan, lengths, order=order)
-        before = schedule[30].rows
-        sent = pickle.loads(pickle.dumps(schedule))
-        np.testing.assert_array_equal(sent[30].rows, before)
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-@pytest.mark.parametrize("pacing", ["cycles", "wave", "value", "low value"])
-def test_a_mapping_of_one_metric_equals_the_plain_form(replacement, pacing):
-    plan, lengths, metrics = problem()
-    pacing = PACINGS[pacing]
-    plain = Curriculum(metrics["noise"], pacing, replacement=replacement)
-    mapped = Curriculum(
-        {"noise": metrics["noise"]}, {"noise": pacing}, replacement=replacement
-    )
-    one, other = (BatchSchedule(plan, lengths, order=x) for x in (plain, mapped))
-    assert one.fingerprint == other.fingerprint
-    for step in range(2 * len(one)):
-        np.testing.assert_array_equal(one[step].rows, other[step].rows)
 
 
 def test_equal_metrics_equal_one_metric():
@@ -367,7 +285,7 @@ def test_intersections_are_those_of_deepspeed():
     pacing = {"length": PACINGS["value"], "level": PACINGS["steps"]}
     order = Curriculum({name: metrics[name] for name in pacing}, pacing)
     schedule = BatchSchedule(plan, lengths, order=order)
-    runs = SeveralMetrics(order._metrics, schedule._rows)
+    runs = PacedRuns(order._metrics, schedule._rows)
     for epoch in range(2):
         start = epoch * len(schedule)
         for run in runs.of_epoch(epoch):
@@ -423,65 +341,3 @@ def test_values_beyond_the_last_one_come_last():
     order = Curriculum(values, pacing, replacement=True)
     repeated = BatchSchedule(plan, [8] * 10, order=order)
     assert max(repeated[step].rows.max() for step in range(60)) == 5
-
-
-def test_fingerprints_depend_on_each_metric():
-    values = {"a": np.arange(9), "b": np.arange(9)[::-1]}
-    a, b = LinearPacing(), LinearPacing(steps=5)
-    orders = [
-        *(Curriculum(values, {"a": x, "b": y}) for x, y in [(a, a), (a, b), (b, a)]),
-        Curriculum({"a": values["a"]}, a),
-        Curriculum(values["a"], ByValue(a, 0, 5)),
-        Curriculum(values["a"], ByValue(a, 0, 5, multiple=2)),
-        Curriculum(values["a"], ByValue(b, 0, 5)),
-    ]
-    assert len({str(order) for order in orders}) == len(orders)
-    swapped = Curriculum({"b": values["b"], "a": values["a"]}, {"a": a, "b": b})
-    assert str(swapped) == str(orders[1])
-    assert re.fullmatch("curriculum [0-9a-f]{16}", str(swapped))
-    assert "b, a of 9 examples" in repr(swapped)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Curriculum({}), "`difficulty` is an empty mapping. Pass at least"),
-        (
-            lambda: Curriculum({"a": [1], "b": [2]}, {"a": LinearPacing()}),
-            r"`pacing` has the keys \['a'\], but `difficulty` has \['a', 'b'\]",
-        ),
-        (
-            lambda: Curriculum([1], {"a": LinearPacing()}),  # pyright: ignore
-            r"`pacing` is a mapping with the keys \['a'\], but `difficulty` is not",
-        ),
-        (
-            lambda: Curriculum({"a": [1], "b": [math.nan]}),
-            r"`difficulty\['b'\]\[0\]=nan` is not finite",
-        ),
-        (
-            lambda: Curriculum({"a": [1]}, {"a": 3}),  # pyright: ignore
-            "`pacing=3` is not a function",
-        ),
-        (
-            lambda: jb.BatchSchedule(
-                BucketPlan((Bucket(2, 8),), max_tokens=16),
-                [8, 8],
-                order=Curriculum({"a": [1, 2], "b": [1, 2, 3]}),
-            ),
-            r"`difficulty\['b'\]` has 3 entries for 2 lengths",
-        ),
-        (
-            lambda: ByValue(LinearPacing(), 5, 3),
-            "`low=5` and `high=3` must be finite, and `low` must not exceed",
-        ),
-        (lambda: ByValue(LinearPacing(), 0, math.inf), "must be finite"),
-        (lambda: ByValue(LinearPacing(), 0, 1, 0), "`multiple=0` must be positive"),
-        (
-            lambda: CyclicPacing(ByValue(LinearPacing(), 0, 1)),
-            "is a `ByValue`, whose results are no shares. Put `ByValue` around",
-        ),
-    ],
-)
-def test_invalid_metrics_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -120,16 +120,6 @@ def test_batches_that_are_not_full_are_at_any_place_of_an_epoch():
     assert number.max() < 0.8 and np.ptp(np.flatnonzero(number)) > len(number) / 2
 
 
-def test_the_rest_of_an_opened_epoch_is_spread():
-    bucket = make_schedule().plan.buckets[-1]
-    schedule = make_schedule(opening=[(bucket, 4)])
-    numbers = bucket_numbers(schedule, 2 * len(schedule))
-    assert set(numbers[:4]) == {len(schedule.plan) - 1}
-    for part in (numbers[4 : len(schedule)], numbers[len(schedule) :]):
-        counts = np.bincount(part, minlength=len(schedule.plan))
-        assert np.ptp(deviations(part, counts), axis=1).max() < 2.5
-
-
 def updates_of(counts: np.ndarray, size: int, head: int = 0, start: int = 0):
     """Returns the whole updates, `[U, size]`, and all other batches."""
     updates = SpreadUpdates(counts, size, head)
