@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import (
     MAX_LENGTH,
-    check_integer,
     check_lengths,
     check_positive,
     split_line,
@@ -28,9 +27,10 @@ from jaxbucket.base.lengths import Lengths, check_parts, lengths_matrix
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
+from jaxbucket.packing.best_fit import best_fit
+from jaxbucket.packing.fuller import choose_fuller, fuller_patterns
 from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.pattern import Pattern, positions
-from jaxbucket.packing.row_patterns import choose_fuller, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (
     MAX_ROW,
     check_shapes,
@@ -161,7 +161,6 @@ def pack(
     max_seq_len: int | Mapping[str, int] | Sequence[int | Mapping[str, int]],
     *,
     max_segments_per_row: int | None = None,
-    padded_up_to: int = 0,
     overlong: Overlong | Mapping[str, Overlong] = "error",
 ) -> Packing:
     """Packs lengths into as few rows as possible.
@@ -200,7 +199,6 @@ def pack(
         increasing sum, of which the last one is the longest in every sequence.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
-      padded_up_to: examples up to this length get rows of their own.
       overlong: what happens to examples that are longer than the longest row, as in
         `plan_buckets`. Plan with the same policy for `packing.row_lengths`.
 
@@ -214,11 +212,8 @@ def pack(
         match the capacities.
     """
     cap = check_cap(max_segments_per_row)
-    up_to = min(check_integer("padded_up_to", padded_up_to), MAX_LENGTH)
-    if up_to < 0:
-        raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
     if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
-        _check_both(lengths, max_seq_len, up_to)
+        _check_both(lengths, max_seq_len)
         parts = check_parts(cast(Mapping, lengths))
         if overlong != "error":
             longest = check_shapes(max_seq_len)[-1]
@@ -230,8 +225,8 @@ def pack(
         kept = kept_lengths(kept, seq_lens[-1], overlong)
     values, counts = value_counts(kept)
     check_longest(kept, seq_lens[-1])
-    patterns = row_patterns(values, counts, seq_lens, cap, up_to)
-    patterns = fuller_patterns(patterns, values, counts, seq_lens, cap, up_to)
+    patterns = best_fit(values, counts, seq_lens, cap)
+    patterns = fuller_patterns(patterns, values, counts, seq_lens, cap)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
 
@@ -242,7 +237,7 @@ def _has_sequences(max_seq_len: Any) -> bool:
     return isinstance(max_seq_len, Mapping)
 
 
-def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
+def _check_both(lengths: Any, max_seq_len: Any) -> None:
     checked = (("lengths", lengths, isinstance(lengths, Mapping)),)
     checked += (("max_seq_len", max_seq_len, _has_sequences(max_seq_len)),)
     for name, value, is_mapping in checked:
@@ -251,11 +246,6 @@ def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
                 f"`{name}={value!r}` is not a mapping, but the other argument is. For "
                 "several sequences, pass lengths and capacities by sequence name."
             )
-    if padded_up_to:
-        raise ValueError(
-            f"`padded_up_to={padded_up_to}` requires examples with one sequence. "
-            "Remove it."
-        )
 
 
 def _pack_sequences(

@@ -7,11 +7,8 @@ from jaxbucket import BucketPlan, plan_buckets, report
 from jaxbucket.plan.boundary_rules import (
     Candidates,
     equal_tokens,
-    equal_width,
-    geometric,
     powers_of_two,
     quantile,
-    quarters,
 )
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES
@@ -38,11 +35,6 @@ def test_quantile_buckets_have_equally_many_examples():
     assert (chosen + 1).tolist() == [200, 400, 600, 800, 1000, 1200]
 
 
-def test_geometric_boundaries_grow_by_a_constant_ratio():
-    chosen = geometric(candidates(np.arange(1, 257)), 8)
-    assert (chosen + 1).tolist() == [2, 4, 8, 16, 32, 64, 128, 256]
-
-
 @pytest.mark.parametrize("chooser", RULES.values(), ids=RULES)
 def test_every_chooser_includes_the_last_candidate(chooser):
     for size in (1, 2, 50):
@@ -62,13 +54,6 @@ def test_equal_tokens_buckets_have_equally_many_tokens():
     chosen = equal_tokens(candidates(lengths), 4)
     shares = np.diff(candidates(lengths).tokens[chosen], prepend=0) / lengths.sum()
     np.testing.assert_allclose(shares, 0.25, atol=1e-3)
-
-
-def test_equal_width_boundaries_are_equally_far_apart():
-    given = candidates(np.arange(1, 401))
-    assert (equal_width(given, 5) + 1).tolist() == [80, 160, 240, 320, 400]
-    assert (equal_width(given, 4) + 1).tolist() == (quarters(given, 9) + 1).tolist()
-    assert (quarters(given, 2) + 1).tolist() == [200, 400]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_fit_recovers_known_terms(cost):
     assert fitted(20, 200) == pytest.approx(cost(20, 200))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_predictions_are_accurate_despite_noise(seed):
     rng = np.random.default_rng(seed)
     true = StepTime(*rng.uniform(0, [0.05, 1e-4, 1e-7]))
@@ -121,7 +121,7 @@ def test_predictions_are_accurate_despite_noise(seed):
         assert fitted(*shape) == pytest.approx(true(*shape), rel=4 * noise)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_other_terms_fit_better(seed):
     rng = np.random.default_rng(seed)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
@@ -145,22 +145,6 @@ def test_decreasing_times_give_no_negative_term():
     fitted = StepTime.fit({Bucket(8, 8): 1.0, Bucket(8, 16): 0.5, Bucket(8, 32): 0.1})
     assert min(terms_of(fitted)) >= 0
     assert terms_of(fitted) == pytest.approx((0.1, 0, 0))
-
-
-def test_shapes_with_equal_tokens_have_no_constant_term():
-    same = [Bucket(64, 16), Bucket(32, 32), Bucket(16, 64), Bucket(8, 128)]
-    flat = StepTime.fit(dict.fromkeys(same, 0.5))
-    assert terms_of(flat) == pytest.approx((0, 0.5 / 1024, 0))
-    fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
-    # The constant is attributed to the tokens, because all shapes have the same number.
-    assert terms_of(fitted) == pytest.approx((0, 2e-4 + 0.3 / 1024, 1e-6))
-    assert fitted.error < 1e-6
-
-
-def test_shapes_of_equal_length_have_no_pair_term():
-    same = [Bucket(4, 32), Bucket(8, 32), Bucket(32, 32)]
-    fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
-    assert terms_of(fitted) == pytest.approx((0.3, 2e-4 + 32e-6, 0))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -210,14 +194,6 @@ def test_a_measured_shape_has_its_measured_time():
     assert hash(fitted) == hash(dataclasses.replace(fitted, measured={}))
 
 
-def test_many_shapes_are_fitted_without_cross_validation():
-    cost = StepTime(0.004, 2.2e-5, 5.5e-8)
-    shapes = [Bucket(b, 32 * t) for b in range(1, 11) for t in range(1, 31)]
-    np.testing.assert_allclose(
-        terms_of(StepTime.fit(times_of(cost, shapes))), terms_of(cost), rtol=1e-6
-    )
-
-
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_the_error_is_nan_without_more_shapes_than_terms(count):
     fitted = StepTime.fit(dict(list(times_of(StepTime(1, 1, 1)).items())[:count]))
@@ -235,19 +211,6 @@ def test_the_order_and_unit_of_times_do_not_matter(order, scale):
         scale * np.array(terms_of(StepTime.fit(measured))),
         rtol=1e-6,
     )
-
-
-def test_the_smallest_shape_is_not_cross_validated():
-    # Without the smallest shape, the constant would be an inaccurate extrapolation.
-    cost = StepTime(0.2, 6e-5, 8e-8)
-    shapes = [*SHAPES[:4], Bucket(4, 32)]
-    noisy = {
-        shape: seconds * factor
-        for (shape, seconds), factor in zip(
-            times_of(cost, shapes).items(), (1.01, 0.99, 1.02, 0.99, 1.0), strict=True
-        )
-    }
-    assert StepTime.fit(noisy).error < 0.1
 
 
 def test_costs_have_a_unit():

@@ -99,26 +99,6 @@ def test_the_reason_names_the_times_of_neighboring_points():
             assert text in curve.reason
 
 
-def test_the_reason_mentions_a_curve_that_has_not_turned():
-    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=1e-6, max_buckets=5)
-    assert curve.chosen.num_buckets == 5
-    assert not curve.turned
-    assert curve.reason.endswith("More than 5 shapes were not tried.")
-    # The same with numbers of buckets in between that do not pay off.
-    lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
-    lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
-    limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
-    curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
-    assert "More than 6 shapes were not tried." in curve.reason
-    # With a bucket for each of the three lengths, the curve has turned.
-    curve = plan_curve(
-        [7, 8, 9] * 5,
-        Limits(max_tokens=9, cost_fn=LIMITS.cost_fn),
-        compile_seconds=1e-9,
-    )
-    assert curve.chosen.num_buckets == 3 and curve.turned
-
-
 def test_equal_lengths_have_one_point():
     curve = plan_curve([7] * 30, LIMITS, compile_seconds=1.0)
     assert [point.num_buckets for point in curve.points] == [1]
@@ -174,13 +154,6 @@ def test_a_function_without_a_unit_is_taken_as_seconds():
 def test_invalid_numbers_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_curve(LENGTHS, LIMITS, **{"compile_seconds": 1.0, **options})
-
-
-def test_auto_refuses_a_rule():
-    with pytest.raises(ValueError, match="Remove `boundaries='quantile'`"):
-        plan_buckets(
-            LENGTHS, max_tokens=16_384, num_buckets="auto", boundaries="quantile"
-        )
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from jaxbucket.plan.flow.batch_sizes import fitted
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal
-from jaxbucket.plan.planner import RULES
+from jaxbucket.plan.planner import RULES, plan_within
 
 Cost = Callable[[int, int], float]
 
@@ -109,7 +109,7 @@ COSTS: dict[str, Cost | None] = {
 
 # Blocks of 50 small problems with all kinds of ties and remainders.
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("block", [*range(4), *exhaustive(range(4, 20))])
+@pytest.mark.parametrize("block", [0, *exhaustive(range(1, 12))])
 def test_no_choice_of_boundaries_is_cheaper(block, name):
     rng = np.random.default_rng(block)
     for _ in range(50):
@@ -142,7 +142,7 @@ def test_no_choice_of_boundaries_is_cheaper(block, name):
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 20)))
@@ -155,14 +155,13 @@ def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
         batch_size = min(int(budgets[end]) // end, most)
         return batch_size if batch_size >= fewest else 0
 
-    plan = plan_buckets(
-        lengths,
+    limits = Limits(
         max_tokens=lambda seq_len: int(budgets[seq_len]),
-        num_buckets=3,
         min_batch_size=fewest,
         max_batch_size=most,
         cost_fn=COSTS[name],
     )
+    plan = plan_within(lengths, limits, num_buckets=3)
     for bucket in plan.buckets:
         assert fewest <= bucket.batch_size <= rows(bucket.seq_len)
     cost = COSTS[name] or TokenCost()
@@ -170,7 +169,7 @@ def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
     assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_choice_is_cheaper_with_micro_batches(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 30)))
@@ -220,7 +219,7 @@ def test_no_rule_is_cheaper_on_real_lengths(real_lengths, num_buckets, name):
     assert best <= fewer * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", [*range(10), *exhaustive(range(10, 30))])
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 12))])
 def test_no_rule_is_cheaper_on_random_lengths(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, int(rng.integers(1, 3000))), 1, 2000)
@@ -249,7 +248,7 @@ def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -
 
 
 @pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
@@ -264,7 +263,7 @@ def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     assert expected * (1 - 1e-9) <= result <= expected + plan.costs.sum()
 
 
-@pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 10))])
 def test_more_buckets_never_cost_more(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
@@ -418,20 +417,11 @@ def test_an_empty_last_bucket_may_have_any_cost():
     assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
 
 
-def test_a_choice_among_some_candidates_is_not_exact():
-    lengths = [100_000] * 10 + [300_000] * 10
-    candidates = Limits(max_tokens=600_000).candidates(np.array(lengths))
-    assert not candidates.complete and len(candidates) == 2
-    optimum = Optimum(candidates, 2)
-    assert candidates.seq_lens[optimum.choice(2)].tolist() == [100_000, 300_000]
-    assert not optimum.exact
-
-
 def many_lengths(seed: int) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(5, 1.2, 3000), 1, 4000)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bounding_memory_does_not_change_the_choice(monkeypatch, seed):
     limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
     candidates = limits.candidates(many_lengths(seed).astype(int))
@@ -481,12 +471,6 @@ def test_remainders_are_computed_for_few_numbers_of_buckets(monkeypatch):
     assert len(fits) < 40
 
 
-def test_every_bucket_has_a_batch_even_if_more_are_allowed():
-    lengths = np.random.default_rng(0).integers(1, 1001, 2000)
-    plan = plan_buckets(lengths, max_tokens=20_000, num_buckets=1000)
-    assert all(bucket.batches for bucket in report(plan, lengths).buckets)
-
-
 @pytest.mark.parametrize("seed", [2, *exhaustive([0, 1, 3, 4, 5])])
 @pytest.mark.exhaustive
 def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
@@ -519,7 +503,7 @@ def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
             assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_improved_boundaries_are_close_to_the_bound(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
@@ -535,28 +519,3 @@ def test_improved_boundaries_are_close_to_the_bound(seed):
     assert np.all(np.diff(better) > 0) and better[-1] == len(problem) - 1
     least = int(lower_bounds(problem, len(chosen))[0][-1][0])
     assert least <= full_batches(better) <= full_batches(chosen) < 1.2 * least
-
-
-def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
-    searched = []
-
-    class Counted(Search):
-        def improve(self, known):
-            result = super().improve(known)
-            searched.append(self.pairs)
-            return result
-
-    monkeypatch.setattr("jaxbucket.plan.optimal.Search", Counted)
-    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_TOTAL_PAIRS", 100_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_TOTAL_PAIRS", 1_000_000)
-    lengths = np.random.default_rng(0).integers(1, 600, 3000)
-    candidates = Limits(max_tokens=4000).candidates(lengths)
-    optimum, chosen, before = Optimum(candidates, 40), None, np.inf
-    for num_buckets in range(1, 41):
-        chosen = optimum.choice(num_buckets, chosen)
-        cost = candidates.epoch_cost(chosen)
-        assert cost <= before
-        before = cost
-    # No search starts after the limit has been reached.
-    assert sum(searched[:-1]) < 1_000_000
-    assert not optimum.exact

@@ -80,23 +80,6 @@ def test_the_users_plans_get_the_same_cost_function():
         assert comparison["mine"].largest_batch == 64 * 256
 
 
-def test_every_plan_is_reported_with_the_given_remainder():
-    padded = compare_plans(LENGTHS, LIMITS, remainder="pad")
-    for compared in padded.plans:
-        expected = report(compared.plan, LENGTHS, remainder="pad")
-        assert compared.report == expected
-
-
-def test_accumulated_batches_are_filled_together():
-    limits = Limits(**OPTIONS, accumulate=4)
-    comparison = compare_plans(LENGTHS, limits, num_buckets=6)
-    for compared in comparison.plans:
-        assert compared.report == report(compared.plan, LENGTHS, accumulate=4)
-    assert comparison.plans[0].name == "optimal"
-    plan = plan_buckets(LENGTHS, num_buckets=6, accumulate=4, **OPTIONS)
-    assert comparison["optimal"].plan == plan
-
-
 def test_the_json_has_every_number():
     comparison = compare_plans(LENGTHS, LIMITS)
     found = json.loads(comparison.to_json())
@@ -120,12 +103,6 @@ def test_the_summary_says_whether_the_optimum_is_proven():
     comparison = compare_plans(LENGTHS, LIMITS, num_buckets=3, remainder="pad")
     assert not comparison.exact
     assert "proven" not in comparison.summary
-
-
-def test_lengths_that_the_users_plan_refuses_are_refused():
-    mine = BucketPlan.from_shapes([(64, 256)])
-    with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=256`"):
-        compare_plans(LENGTHS, LIMITS, others={"mine": mine})
 
 
 # Pictures
@@ -228,21 +205,6 @@ def test_additional_plans_are_sorted_by_cost():
     assert json.loads(extended.to_json())["note"] == "A note."
     with pytest.raises(ValueError, match="`plans` have repeated names: "):
         comparison.extended([second])
-
-
-def test_a_comparison_names_the_unit():
-    comparison = compare_plans(LENGTHS, LIMITS).with_unit("bytes")
-    assert json.loads(comparison.to_json())["unit"] == "bytes"
-    assert " bytes. This bound assumes " in comparison.summary
-    assert "(bytes)" in str(comparison)
-    assert comparison.to_dict()["cost_unit"] == "tokens"
-
-
-def test_a_cost_proportional_to_tokens_needs_no_plan_by_tokens():
-    for cost in (None, TokenCost(1e5), lambda b, t: b * t / 7):
-        limits = Limits(**OPTIONS, cost_fn=cost)
-        names = [one.name for one in compare_plans(LENGTHS, limits).plans]
-        assert "optimal by tokens" not in names
 
 
 def test_a_comparison_is_printed_as_a_table():

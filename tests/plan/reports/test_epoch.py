@@ -1,11 +1,9 @@
 import dataclasses
-import io
 import json
 import re
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
 
@@ -102,12 +100,6 @@ def test_moved_examples_are_counted_in_their_new_bucket():
     assert (short.empty_rows, long.empty_rows) == (0, 0)
 
 
-def test_a_report_accepts_lengths_that_the_plan_was_not_made_for():
-    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
-    # 100 rows of one token: 16 full batches, and 4 rows of a 17th or of two longer.
-    assert report(plan, [1] * 100).padding == pytest.approx(1 - 100 / (17 * 60))
-
-
 def test_the_json_has_every_number():
     plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
     epoch = report(plan, [10, 20, 30])
@@ -115,18 +107,6 @@ def test_the_json_has_every_number():
     assert fields == json.loads(json.dumps(epoch.to_dict()))
     assert fields["steps_per_epoch"] == 2
     assert fields["buckets"][1]["seq_len"] == 30
-
-
-def test_the_table_has_a_line_for_every_bucket():
-    lengths = np.random.default_rng(0).integers(1, 100, 500)
-    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
-    terminal = io.StringIO()
-    Console(file=terminal, width=100).print(report(plan, lengths))
-    text = terminal.getvalue()
-    for bucket in report(plan, lengths).buckets:
-        assert f"{bucket.batch_size} " in text
-        assert f" {bucket.examples} " in text
-    assert report(plan, lengths).summary.splitlines()[0] in text
 
 
 def test_the_parts_of_the_padding_add_up_to_the_total():
@@ -182,13 +162,6 @@ def test_a_report_has_the_padding_of_each_of_several_sequences():
     assert "with T tokens for each sequence. Examples:" in " ".join(text.split())
 
 
-def test_one_length_has_no_padding_by_sequence():
-    epoch = report(BucketPlan((Bucket(2, 4),), max_tokens=8), [3, 4])
-    assert epoch.sequence_tokens is None and epoch.sequence_padding == {}
-    assert "sequence_padding" not in epoch.to_dict()
-    assert "by sequence" not in epoch.summary
-
-
 @pytest.mark.parametrize(
     ("order", "remainder"), [("shuffled", "cheapest"), ("ascending", "drop")]
 )
@@ -221,15 +194,6 @@ def test_real_tokens_beyond_the_integers_of_float64_are_exact(overlong, longest)
     if overlong == "truncate":
         expected = int(np.minimum(lengths, size).sum(dtype=np.int64))
     assert report(plan, lengths).real_tokens == expected
-
-
-def test_tokens_of_several_sequences_are_exact():
-    sizes = {"x": 2**30 + 1, "y": 2**30 - 3}
-    lengths = {name: np.full(9_000_001, size) for name, size in sizes.items()}
-    epoch = report(BucketPlan.from_shapes([(1, sizes)]), lengths)
-    tokens = {name: 9_000_001 * size for name, size in sizes.items()}
-    assert epoch.sequence_tokens == tokens
-    assert epoch.real_tokens == sum(tokens.values())
 
 
 @pytest.mark.parametrize(

@@ -38,18 +38,6 @@ def test_areas_are_proportional_to_tokens():
     assert real + rest == pytest.approx(whole)
 
 
-def test_dropped_examples_are_not_drawn():
-    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
-    ax = plot_plan(plan, [8, 8, 100])
-    assert area(ax, "real") == pytest.approx(800)
-
-
-def test_lengths_that_the_plan_refuses_cannot_be_drawn():
-    plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
-    with pytest.raises(ValueError, match=r"`lengths\[0\]=9`"):
-        plot_plan(plan, [9])
-
-
 @pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
 def test_a_plan_that_drops_every_example_cannot_be_drawn(plot):
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
@@ -155,8 +143,3 @@ def test_the_legend_has_the_figures_of_the_report(plot, remainder):
     assert f"padding: {padding} ({in_rows}, {empty})" in legend
     assert "real bytes" in legend
     assert "bytes" in ax.get_ylabel()
-
-
-def test_a_histogram_of_no_lengths_is_refused():
-    with pytest.raises(ValueError, match="`lengths` is empty"):
-        plot_histogram([])

@@ -46,15 +46,6 @@ def test_every_example_that_is_kept_is_in_the_histogram():
     assert cells.get_array().sum() == kept.sum()
 
 
-def test_the_title_has_the_padding_of_the_report():
-    pairs = random_pairs(500, "source", "target")
-    epoch = report(PLAN, pairs, remainder="pad")
-    title = plot_shapes(PLAN, pairs, epoch=epoch).get_title()
-    assert title.startswith(f"2 shapes, {epoch.padding:.1%} padding: ")
-    for name, share in epoch.sequence_padding.items():
-        assert f"{share:.1%} of {name}" in title
-
-
 @pytest.mark.parametrize("num_buckets", [1, 4, 40])
 def test_labels_lie_inside_the_figure_and_do_not_overlap(num_buckets, check_texts):
     shapes = [(1, {"a": 20 * x, "b": 10 * x}) for x in range(1, num_buckets + 1)]
@@ -88,10 +79,3 @@ def test_a_plan_without_two_sequences_is_refused():
         plot_shapes(plan, {})
     with pytest.raises(ValueError, match="examples with one length. Use `plot_plan`"):
         plot_sequence_padding(report(plan, [8]))
-
-
-def test_a_plan_that_drops_every_example_cannot_be_drawn():
-    with pytest.raises(ValueError, match="leaves out every example, so there is"):
-        plot_shapes(PLAN, {"source": [200], "target": [2]})
-    with pytest.raises(ValueError, match="leaves out every example, so there is"):
-        plot_sequence_padding(report(PLAN, {"source": [200], "target": [2]}))

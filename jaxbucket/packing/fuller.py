@@ -1,4 +1,4 @@
-"""Packs the histogram of one sequence by two packers and takes the fuller rows."""
+"""Takes the fuller rows of two packers, and knows when neither can be fuller."""
 
 from __future__ import annotations
 
@@ -7,35 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.subset_sum import fullest_rows
 
 # The second packer runs only if it may save more than this share of the rows.
 _MIN_SAVING = 1e-4
-
-
-def row_patterns(
-    values: np.ndarray,
-    counts: np.ndarray,
-    seq_lens: Sequence[int],
-    cap: int,
-    padded_up_to: int,
-) -> list[Pattern]:
-    """Returns single-example rows for short examples, and packs the others by best fit.
-
-    Args:
-      values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
-      counts: `[V]` integers, the number of examples of each length.
-      seq_lens: the possible T of a row, increasing.
-      cap: the maximum number of slots in a row.
-      padded_up_to: examples up to this length get rows of their own.
-    """
-    first = int(np.searchsorted(values, padded_up_to, side="right"))
-    indices = np.searchsorted(seq_lens, values[:first]).tolist()
-    pairs = zip(values.tolist(), counts.tolist(), indices, strict=False)
-    single = [Pattern((n,), count, seq_lens[index]) for n, count, index in pairs]
-    return single + best_fit(values[first:], counts[first:], seq_lens, cap)
 
 
 def fuller_patterns(
@@ -44,14 +20,19 @@ def fuller_patterns(
     counts: np.ndarray,
     seq_lens: Sequence[int],
     cap: int,
-    padded_up_to: int,
 ) -> list[Pattern]:
-    """Returns the rows of `row_patterns`, or of `fullest_rows` if these are fuller."""
-    first = int(np.searchsorted(values, padded_up_to, side="right"))
-    values, counts = values[first:], counts[first:]
+    """Returns the rows of best fit, or of `fullest_rows` if these are fuller.
+
+    Args:
+      patterns: the rows of best fit.
+      values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
+      counts: `[V]` integers, the number of examples of each length.
+      seq_lens: the possible T of a row, increasing.
+      cap: the maximum number of slots in a row.
+    """
     fewest = fewest_positions(values, counts, seq_lens)
     other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
-    return patterns[:first] + choose_fuller(patterns[first:], other, positions, fewest)
+    return choose_fuller(patterns, other, positions, fewest)
 
 
 def choose_fuller(
