@@ -2,7 +2,7 @@
 
 `limits` determines the batch size for each T, `histogram` counts the lengths, and
 `costs` defines the cost of a step of each shape. `optimal` and `boundary_rules` choose
-the boundaries of buckets, `joint` those of several sequences at once, and `remainder`
+the boundaries of buckets, `joint_planner` those of several sequences, and `remainder`
 assigns the examples that do not fill a batch. `planner` combines these modules, and
 `reports` describes a plan and its cost.
 """

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxbucket.plan.additions import Grid
 from jaxbucket.plan.flow.dominance import fits
-from jaxbucket.plan.joint.additions import Grid
-from jaxbucket.plan.joint.epoch import epoch_costs
-from jaxbucket.plan.joint.pricing import Prices
-from jaxbucket.plan.joint.search import Search
+from jaxbucket.plan.joint_epoch import epoch_costs
+from jaxbucket.plan.joint_search import Search
+from jaxbucket.plan.pricing import Prices
 
 # The largest product of the numbers of sets, of shapes in each, and of points.
 _MAX_WORK = 2_000_000

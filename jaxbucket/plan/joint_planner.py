@@ -14,6 +14,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.plan.all_sets import best_sets
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.between import flow_remainders_between
@@ -21,11 +22,10 @@ from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint.all_sets import best_sets
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Pricing
-from jaxbucket.plan.joint.search import Search
+from jaxbucket.plan.joint_search import Search
 from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.points import Points
+from jaxbucket.plan.pricing import Pricing
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxbucket.plan.joint.additions import Grid
-from jaxbucket.plan.joint.cover import few_shapes
-from jaxbucket.plan.joint.epoch import EpochSearch
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Pricing
-from jaxbucket.plan.joint.steady import Steady
+from jaxbucket.plan.additions import Grid
+from jaxbucket.plan.joint_epoch import EpochSearch
+from jaxbucket.plan.points import Points
+from jaxbucket.plan.pricing import Pricing
+from jaxbucket.plan.steady import Steady, few_shapes
 
 # With more distinct examples, only some T are possible, which are refined later: at
 # most, and times the number of buckets.

@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 
 from jaxbucket.base.assignment import cheapest
+from jaxbucket.plan import joint_search as search
+from jaxbucket.plan.additions import Choice, Grid
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint import search
-from jaxbucket.plan.joint.additions import Choice, Grid
-from jaxbucket.plan.joint.epoch import epoch_costs
-from jaxbucket.plan.joint.planner import search_shapes
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Prices, Pricing
-from jaxbucket.plan.joint.search import Search
+from jaxbucket.plan.joint_epoch import epoch_costs
+from jaxbucket.plan.joint_planner import search_shapes
+from jaxbucket.plan.joint_search import Search
 from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.points import Points
+from jaxbucket.plan.pricing import Prices, Pricing
 
 
 def by_pairs(batch_size, sizes):
