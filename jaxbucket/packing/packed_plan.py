@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any, Literal, TypeAlias, get_args
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.table import Record
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.formatting import format_cost
 from jaxbucket.plan.reports.epoch_report import Report, sizes
@@ -16,7 +16,7 @@ PACK_CHOICES: tuple[str, ...] = get_args(Pack)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedPlan:
+class PackedPlan(Record):
     """A bucket plan and, if rows are packed, the packing for it.
 
     Attributes:
@@ -84,10 +84,6 @@ class PackedPlan:
             "cause": self.cause,
             "report": self.report.to_dict(),
         }
-
-    def to_json(self) -> str:
-        """Returns all numbers as a JSON object."""
-        return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
         """Returns a `rich` table for the terminal."""

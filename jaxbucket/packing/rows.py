@@ -215,10 +215,12 @@ def pack(
     if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
         _check_both(lengths, max_seq_len)
         parts = check_parts(cast(Mapping, lengths))
+        shapes = check_shapes(max_seq_len, parts)
         if overlong != "error":
-            longest = check_shapes(max_seq_len)[-1]
-            parts = kept_lengths(parts, longest, overlong)
-        return _pack_sequences(parts, max_seq_len, max_segments_per_row)
+            parts = kept_lengths(parts, shapes[-1], overlong)
+        for name, longest in shapes[-1].items():
+            check_longest(parts[name], longest, name)
+        return _pack_sequences(parts, shapes, max_segments_per_row)
     kept = check_lengths(cast(ArrayLike, lengths))
     seq_lens = check_seq_lens(cast(Any, max_seq_len))
     if overlong != "error":
@@ -249,10 +251,11 @@ def _check_both(lengths: Any, max_seq_len: Any) -> None:
 
 
 def _pack_sequences(
-    parts: Mapping[str, np.ndarray], max_seq_len: Any, max_segments_per_row: int | None
+    parts: Mapping[str, np.ndarray],
+    capacities: tuple[Sizes, ...],
+    max_segments_per_row: int | None,
 ) -> Packing:
     """Returns the packing of examples with several sequences."""
-    capacities = check_shapes(max_seq_len, parts)
     shapes = np.array([list(x.values()) for x in capacities])
     rooms = shapes[-1].tolist()
     cap = check_cap(max_segments_per_row)
@@ -278,7 +281,7 @@ def _pack_sequences(
     slot_parts = kinds[slots]
     fits = int((np.array(rooms) // kinds.min(axis=0)).min())
     return Packing(
-        tuple(map(Sizes, capacities)),
+        capacities,
         slot_parts.sum(axis=1, dtype=np.int32),
         *_segments(patterns, max_segments_per_row, fits),
         slot_parts,
@@ -331,15 +334,20 @@ def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
     return np.concatenate([*pieces, np.array(few, np.int32)])
 
 
-def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
+def check_longest(
+    lengths: np.ndarray, max_seq_len: int, sequence: str | None = None
+) -> None:
     """Raises a ValueError if an example is longer than the longest row."""
     if lengths.max() > max_seq_len:
         example = int(np.argmax(lengths > max_seq_len))
+        name = "" if sequence is None else f"[{sequence!r}]"
+        split = (
+            "" if name else f", or split the source with `{split_line(max_seq_len)}`"
+        )
         raise ValueError(
-            f"`lengths[{example}]={lengths[example]}` exceeds the longest row, "
-            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, pass `overlong='drop'` "
-            "or 'truncate' here and to the plan, or split the source with "
-            f"`{split_line(max_seq_len)}` and pack `source.lengths`."
+            f"`lengths{name}[{example}]={lengths[example]}` exceeds the longest row, "
+            f"`max_seq_len{name}={max_seq_len}`. Raise `max_seq_len`, pass "
+            f"`overlong='drop'` or 'truncate' here and to the plan{split}."
         )
 
 
@@ -349,12 +357,11 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
       ValueError: if there is no T, or they are not positive and increasing.
     """
-    values = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
-    if isinstance(max_seq_len, np.ndarray):
-        values = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
-    elif isinstance(max_seq_len, Iterable) and values is not max_seq_len:
-        # Sets have no order, and generators can be used only once.
-        values = []
+    values: Any = max_seq_len
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, Sequence):
+        values = [values]
     seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(

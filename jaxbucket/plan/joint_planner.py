@@ -17,10 +17,9 @@ from jaxbucket.base.sizes import Sizes, checked_size
 from jaxbucket.plan.all_sets import best_sets
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.flow.batch_sizes import fitted_between
-from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
 from jaxbucket.plan.flow.epoch import epoch_flow
-from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_search import Search
 from jaxbucket.plan.limits import Limits
@@ -214,9 +213,8 @@ def _evaluated(
     sizes = limits.sizes(seq_lens, batch_sizes, np.full_like(batch_sizes, counts.sum()))
     above = dominates(seq_lens)
     rows, cost = fitted_between(sizes, counts, above)
-    flow = flow_remainders_between(
-        counts, rows, sizes.cost(np.arange(len(rows)), rows), above
-    )
+    costs = sizes.cost(np.arange(len(rows)), rows)
+    flow = flow_remainders(counts, rows, costs, above=above)
     used = flow.counts + flow.carried > 0
     if problem.must_hold_all:
         used[-1] = True

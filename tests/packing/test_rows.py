@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 import functools
 import json
-import operator
 import pathlib
 
 import grain
@@ -24,10 +23,8 @@ from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.fuller import fewest_positions
 from jaxbucket.packing.pattern import positions
 from jaxbucket.packing.row_choice import log_variance, separation
-from jaxbucket.packing.row_search import LengthSearch
 from jaxbucket.packing.subset_sum import fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
-from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.testing import check_batches
@@ -179,40 +176,16 @@ def test_a_real_dataset_needs_no_more_rows_than_best_fit(real_lengths):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "options", "message"),
+    ("name", "lengths", "max_seq_len"),
     [
-        ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` exceeds the longest row"),
-        (
-            [3, 9],
-            {"max_seq_len": [4, 8]},
-            "`max_seq_len=8`. Raise `max_seq_len`, pass `overlong='drop'`",
-        ),
-        ([], {"max_seq_len": 8}, "`lengths` is empty"),
-        ([3, 0], {"max_seq_len": 8}, r"`lengths\[1\]=0`"),
-        ([3, -1], {"max_seq_len": 8}, r"`lengths\[1\]=-1`"),
-        ([3.5], {"max_seq_len": 8}, "is not an integer"),
-        ([float("nan")], {"max_seq_len": 8}, "is not an integer"),
-        ([3], {"max_seq_len": 0}, "`max_seq_len=0` must be a positive integer"),
-        (
-            [3],
-            {"max_seq_len": [8, 4]},
-            "must be one T, or a list of values",
-        ),
-        ([3], {"max_seq_len": []}, "must be one T, or a list of values"),
-        ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
-        ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` exceeds"),
-        ([3], {"max_seq_len": np.array(2)}, "exceeds the longest row, `max_seq_len=2`"),
-        ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of values"),
-        (
-            [3],
-            {"max_seq_len": 8, "max_segments_per_row": 0},
-            "`max_segments_per_row=0` must be a positive integer",
-        ),
+        ("max_seq_len", [3, 9], [4, 8]),
+        *(("lengths", x, 8) for x in ([], [3, 0], [3.5], [float("nan")])),
+        *(("max_seq_len", [3], x) for x in (0, [8, 4], [], 2.5, 2**40, {4, 8})),
     ],
 )
-def test_invalid_arguments_of_pack_are_refused(lengths, options, message):
-    with pytest.raises(ValueError, match=message):
-        jb.packing.pack(lengths, **options)
+def test_invalid_arguments_of_pack_are_refused(name, lengths, max_seq_len):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        jb.packing.pack(lengths, max_seq_len)
 
 
 # Schedules
@@ -355,24 +328,6 @@ def test_rows_are_balanced(seed):
     assert imbalance(np.zeros(size), 1) == 1
 
 
-def test_schedules_balance_work_over_devices():
-    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 80, 5000), 512)
-    schedule = packed_schedule(lengths, 512, rows=32)
-    packing = schedule.packing
-    rows = np.random.default_rng(0).permutation(packing.num_rows)
-    batches = rows[: len(rows) // 32 * 32].reshape(-1, 32)
-    for num_devices in (2, 4, 8):
-        unsorted = [imbalance(packing.row_work[x], num_devices) for x in batches]
-        balanced = schedule.imbalance(num_devices)
-        # At least four fifths of the excess work of the busiest device are gone.
-        assert balanced - 1 < 0.2 * (np.mean(unsorted) - 1)
-    with pytest.raises(ValueError, match="`num_devices=5` does not divide"):
-        schedule.imbalance(5)
-    with pytest.raises(ValueError, match="`num_devices=0`"):
-        schedule.imbalance(0)
-    assert jb.BatchSchedule(schedule.plan, lengths).imbalance(2) > 1
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_work_of_devices_is_that_of_their_truncated_examples(accumulate):
     rng = np.random.default_rng(0)
@@ -462,20 +417,6 @@ def test_a_packed_plan_is_about_as_cheap_as_the_best_pair_of_a_grid(seed):
     assert result.epoch_costs["packed"] <= 1.03 * min(pairs)
 
 
-def test_a_real_dataset_is_cheaper_in_rows_of_several_lengths(real_lengths):
-    lengths = real_lengths[real_lengths <= 4096]
-    result = jb.plan_packing(
-        lengths,
-        max_tokens=65_536,
-        max_seq_len=4096,
-        num_buckets=4,
-        cost_fn=QUADRATIC,
-        pack="always",
-    )
-    assert len(result.plan) <= 4
-    assert result.epoch_costs["packed"] < result.epoch_costs["packed in one T"]
-
-
 # A greedy search by mixed costs alone ends at rows that cost 6% and 8% more for the
 # first two seeds.
 @pytest.mark.parametrize("seed", [90, 127, 0])
@@ -517,17 +458,6 @@ def test_separation_is_the_share_of_the_variance_between_batches(seed):
     np.testing.assert_allclose(
         log_variance(lengths, tokens // lengths), logs.var(), atol=1e-9
     )
-
-
-def test_rows_of_one_length_do_not_mix_lengths():
-    # Rows of 128 hold 8 short examples or 2 long ones, never both.
-    values, counts = np.array([16, 64]), np.array([800, 200])
-    limits = Limits(max_tokens=512, max_seq_len=128)
-    rows = LengthSearch(values, counts, 64, limits, 100, False).single()
-    assert {len(set(pattern.slots)) for pattern in rows.patterns} == {1}
-    similar = np.log(1.25) ** 2
-    variance = np.log(2) ** 2
-    assert rows.separation == pytest.approx(variance / 4 / (variance + similar))
 
 
 def test_auto_chooses_the_cheaper_rows():
@@ -732,20 +662,6 @@ def test_a_packed_loader_passes_check_batches():
         check_batches(loader, num_examples=91, **promises)
 
 
-def test_row_shards_are_slices_of_the_global_batch():
-    lengths = np.random.default_rng(1).integers(1, 30, 200)
-    source = make_examples(lengths)
-    schedule = packed_schedule(lengths, 64, rows=6)
-    whole = load_batches(source, schedule)
-    for parts, count in (((0,), 2), ((1,), 2), ((0, 2), 3)):
-        shard = jb.data.RowShard(parts, count)
-        for batch, local in zip(
-            whole, load_batches(source, schedule, shard=shard), strict=True
-        ):
-            expected = jax.tree.map(operator.itemgetter(shard.rows(6)), batch)
-            jax.tree.map(np.testing.assert_array_equal, expected, local)
-
-
 def test_resuming_works_at_every_step_and_refuses_a_different_packing():
     lengths = np.random.default_rng(2).integers(1, 30, 100)
     source = make_examples(lengths)
@@ -779,29 +695,6 @@ def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Pat
     twice = packed_schedule(np.tile(lengths[:80], 2), [*seq_lens[:-1], 4000], cap=cap)
     num_examples = sum(int(batch.num_examples) for batch in load_batches(both, twice))
     assert num_examples == 2 * len(source)
-
-
-def test_a_truncating_plan_never_truncates_packed_rows(tmp_path):
-    lengths = [5, 3, 8, 2]
-    source = make_examples(lengths)
-    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
-    plan = jb.plan_buckets([8], max_tokens=16, overlong="truncate")
-    packing = jb.packing.pack(lengths, 8)
-    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
-    for given, sequences in ((source, SEQUENCES), (file, None)):
-        batches = load_batches(given, schedule, sequences=sequences)
-        assert sum(int(batch.num_tokens) for batch in batches) == 18
-
-
-def test_a_split_source_can_be_packed():
-    source = make_examples([30, 3, 17, 8])
-    chunks = jb.data.split_source(
-        source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES
-    )
-    schedule = packed_schedule(chunks.lengths, 10)
-    batches = load_batches(chunks, schedule)
-    assert sum(int(batch.num_tokens) for batch in batches) == 58
-    assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
 
 
 @pytest.mark.parametrize(
@@ -922,25 +815,6 @@ def test_attention_is_independent_of_neighbors_in_the_row(causal):
         tokens = jnp.asarray(batch.features["tokens"])
         logits.append(jax.jit(attend)(make_params(), tokens, positions, mask)[0, :4])
     np.testing.assert_array_equal(*logits)
-
-
-def test_rows_of_one_example_need_no_mask():
-    rows = [{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]
-    batch = jb.data.collate_rows(rows, Bucket(2, 6))
-    ids = batch.segment_ids["tokens"]
-    heads = jax.random.normal(jax.random.key(0), (2, 6, 2, 4))
-
-    @jax.jit
-    def both_ways(x, ids):
-        lengths = jb.attention.sequence_lengths(ids)
-        by_lengths = jax.nn.dot_product_attention(
-            x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
-        )
-        mask = jb.attention.attention_mask(ids)
-        return by_lengths, jax.nn.dot_product_attention(x, x, x, mask=mask)
-
-    by_lengths, by_mask = both_ways(heads, jnp.asarray(ids))
-    np.testing.assert_allclose(by_lengths[ids > 0], by_mask[ids > 0], rtol=1e-6)
 
 
 @jax.jit

@@ -6,7 +6,6 @@ import pytest
 from jaxbucket import BucketPlan, plan_buckets, report
 from jaxbucket.plan.boundary_rules import (
     Candidates,
-    equal_tokens,
     powers_of_two,
     quantile,
 )
@@ -16,17 +15,6 @@ from jaxbucket.plan.planner import RULES
 
 def candidates(lengths: np.ndarray, max_tokens: int = 4096) -> Candidates:
     return Limits(max_tokens=max_tokens).candidates(lengths)
-
-
-def test_candidates_count_examples_tokens_and_the_rows_that_they_fill():
-    lengths = np.random.default_rng(0).integers(1, 50, 90)
-    given = candidates(lengths, max_tokens=1000)
-    for k, end in enumerate(range(1, lengths.max() + 1)):
-        held = lengths[lengths <= end]
-        assert given.seq_lens[k] == end
-        assert (given.examples[k], given.tokens[k]) == (len(held), held.sum())
-        assert given.batch_sizes[k] == max(1, min(1000 // end, len(held)))
-        assert given.costs[k] == given.batch_sizes[k] * end
 
 
 def test_quantile_buckets_have_equally_many_examples():
@@ -46,16 +34,6 @@ def test_every_chooser_includes_the_last_candidate(chooser):
             assert len(chosen) <= num_buckets
 
 
-def test_equal_tokens_buckets_have_equally_many_tokens():
-    # 600 tokens in examples of length 1, and 600 tokens in one example.
-    lengths = np.array([1] * 600 + [600])
-    assert (equal_tokens(candidates(lengths), 2) + 1).tolist() == [1, 600]
-    lengths = np.random.default_rng(0).integers(1, 1000, 20_000)
-    chosen = equal_tokens(candidates(lengths), 4)
-    shares = np.diff(candidates(lengths).tokens[chosen], prepend=0) / lengths.sum()
-    np.testing.assert_allclose(shares, 0.25, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("longest", "num_buckets", "expected"),
     [
@@ -69,21 +47,6 @@ def test_equal_tokens_buckets_have_equally_many_tokens():
 def test_powers_of_two_end_with_the_longest_length(longest, num_buckets, expected):
     chosen = powers_of_two(candidates(np.arange(1, longest + 1)), num_buckets)
     assert (chosen + 1).tolist() == expected
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_max_seq_len_adds_no_bucket(rule):
-    lengths = np.random.default_rng(0).integers(1, 500, 1000)
-    for num_buckets in (1, 2, 4):
-        plan = plan_buckets(
-            lengths,
-            max_tokens=8192,
-            max_seq_len=512,
-            num_buckets=num_buckets,
-            boundaries=rule,
-        )
-        assert len(plan) <= num_buckets
-        assert plan.max_seq_len == 512
 
 
 def test_the_epoch_cost_equals_that_of_the_report():

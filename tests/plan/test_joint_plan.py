@@ -137,25 +137,6 @@ def test_the_remedy_for_a_budget_is_sufficient(seed):
     jb.plan_buckets(lengths, max_tokens=ast.literal_eval(remedy[1]), **options)
 
 
-def test_an_example_dropped_for_one_sequence_may_be_too_long_in_another():
-    policies = {"source": "drop", "target": "error"}
-    lengths = {"source": [3, 8, 50, 50], "target": [8, 2, 30, 90]}
-    options = {"max_tokens": 256, "overlong": policies, "num_buckets": 2}
-    longest = {"source": 8, "target": 32}
-    plan = jb.plan_buckets(lengths, max_seq_len=longest, **options)
-    np.testing.assert_array_equal(plan.assign(lengths) >= 0, [True, True, False, False])
-    assert jb.report(plan, lengths).dropped_examples == 2
-    rows = np.concatenate([batch.rows for batch in jb.BatchSchedule(plan, lengths)])
-    assert sorted(rows[rows >= 0]) == [0, 1]
-    lengths["target"][1] = 33
-    for build in (
-        lambda: plan.assign(lengths),
-        lambda: jb.plan_buckets(lengths, max_seq_len=longest, **options),
-    ):
-        with pytest.raises(ValueError, match=re.escape("lengths['target'][1]=33")):
-            build()
-
-
 def test_boundaries_may_be_given():
     pairs = make_pairs(3)
     boundaries = [{"source": 60, "target": 60}, {"source": 30, "target": 30}]
@@ -237,20 +218,6 @@ def test_the_number_of_shapes_weighs_compiling_against_padding(compile_seconds):
         epoch_seconds = jb.report(plan, lengths).epoch_cost
         total = compile_seconds * len(plan) + 2 * epoch_seconds
         assert curve.chosen.total_seconds <= total * 1.001
-
-
-def test_comparing_refuses_plans_of_other_sequences():
-    limits = jb.plan.Limits(sequences=("a", "b"), max_tokens=99)
-    lengths = {"a": [3, 5], "b": [4, 1]}
-    one = {"mine": jb.BucketPlan.from_shapes([(8, 8)])}
-    with pytest.raises(ValueError, match="lengths have .'a', 'b'.. Pass plans of the"):
-        jb.plan.compare_plans(lengths, limits, others=one)
-    limits = jb.plan.Limits(
-        sequences=("a", "b"), max_tokens=99, cost_fn=lambda b, t: b * t["a"] + 1
-    )
-    own = jb.BucketPlan.from_shapes([(2, {"a": 8, "b": 4})])
-    comparison = jb.plan.compare_plans(lengths, limits, others={"mine": own})
-    assert comparison["mine"].report.epoch_cost == 2 * 8 + 1
 
 
 # Invalid input

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxbucket import BucketPlan, plan_buckets, report
-from jaxbucket.plan import lower_bound
+from jaxbucket import plan_buckets, report
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.dense import evenly_dense, improved
-from jaxbucket.plan.flow.batch_sizes import fitted
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal
@@ -279,38 +277,6 @@ def test_more_buckets_never_cost_more(seed):
         before = cost
 
 
-def test_scaling_the_costs_does_not_change_the_plan():
-    lengths = np.random.default_rng(0).integers(1, 300, 3000)
-    plans: list[BucketPlan] = [
-        plan_buckets(
-            lengths,
-            max_tokens=4000,
-            num_buckets=5,
-            cost_fn=lambda b, t, unit=unit: unit * (3 + b * t),
-        )
-        for unit in (1e-30, 1.0, 1e30)
-    ]
-    assert plans[0].buckets == plans[1].buckets == plans[2].buckets
-
-
-def test_a_plan_by_step_time_has_fewer_steps_but_more_tokens():
-    # If a step has a constant cost, the best plan has the fewest steps.
-    rng, differ = np.random.default_rng(0), 0
-    for _ in range(20):
-        lengths = rng.integers(20, 100, 500)
-        plans = [
-            plan_buckets(lengths, max_tokens=200, num_buckets=3, cost_fn=cost)
-            for cost in (None, StepTime(1.0, 0.0, 0.0))
-        ]
-        by_tokens, by_steps = (report(plan, lengths) for plan in plans)
-        assert by_steps.steps_per_epoch == by_steps.epoch_cost
-        assert by_steps.steps_per_epoch <= by_tokens.steps_per_epoch
-        assert by_steps.padded_tokens >= by_tokens.padded_tokens
-        differ += by_steps.steps_per_epoch < by_tokens.steps_per_epoch
-        assert plans[1].cost_unit == by_steps.cost_unit == "s"
-    assert differ
-
-
 # Epochs of few batches, in which remainders dominate the cost
 
 
@@ -373,50 +339,6 @@ def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
     assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
 
 
-def test_the_bound_is_tight_for_a_huge_budget():
-    lengths = np.random.default_rng(0).integers(1, 200, 2000)
-    limits = Limits(max_tokens=2**50)
-    candidates = limits.candidates(lengths)
-    optimum = Optimum(candidates, 8)
-    cost = candidates.epoch_cost(optimum.choice(8))
-    assert optimum.exact
-    assert 0.99 * cost <= optimum.steady_cost(8) <= cost
-
-
-def test_few_distant_lengths_need_few_candidates():
-    lengths = [5, 77, 16_000_000]
-    calls = []
-
-    def cost(batch_size: int, seq_len: int) -> float:
-        calls.append(seq_len)
-        return float(batch_size * seq_len)
-
-    plan = plan_buckets(lengths, max_tokens=2**25, cost_fn=cost)
-    assert plan.max_seq_len == 16_000_000
-    assert len(calls) < 50
-
-
-def test_an_empty_last_bucket_may_have_any_cost():
-    lengths = np.random.default_rng(0).integers(1, 11, 300)
-
-    def cost(batch_size: int, seq_len: int) -> float:
-        return 1e30 if seq_len > 10 else 0.1 + 0.001 * seq_len**2 * batch_size
-
-    def cost_of(last: int, num_buckets: int) -> float:
-        limits = Limits(
-            max_tokens=lambda seq_len: 8 * seq_len**2, max_seq_len=last, cost_fn=cost
-        )
-        candidates = limits.candidates(lengths)
-        optimum = Optimum(candidates, num_buckets)
-        result = candidates.epoch_cost(optimum.choice(num_buckets))
-        assert optimum.exact
-        assert optimum.steady_cost(num_buckets) <= result
-        return result
-
-    # The required last bucket is an additional, empty bucket.
-    assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
-
-
 def many_lengths(seed: int) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(5, 1.2, 3000), 1, 4000)
 
@@ -455,52 +377,6 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
 
 
 # Very many buckets
-
-
-def test_remainders_are_computed_for_few_numbers_of_buckets(monkeypatch):
-    fits = []
-
-    def counted(*columns):
-        fits.append(columns)
-        return fitted(*columns)
-
-    monkeypatch.setattr("jaxbucket.plan.boundary_rules.fitted", counted)
-    lengths = np.random.default_rng(0).integers(1, 801, 4000)
-    plan = plan_buckets(lengths, max_tokens=10_000, num_buckets=150)
-    assert 100 < len(plan) <= 150
-    assert len(fits) < 40
-
-
-@pytest.mark.parametrize("seed", [2, *exhaustive([0, 1, 3, 4, 5])])
-@pytest.mark.exhaustive
-def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)
-    cost_fn = [None, TransformerCost(width=64, depth=2)][seed % 2]
-    limits = Limits(max_tokens=12_000, cost_fn=cost_fn)
-    candidates = limits.candidates(lengths)
-    num_buckets = int(rng.integers(65, 150))
-    whole = candidates.epoch_cost(optimal(candidates, num_buckets))
-    pairs = []
-    original = lower_bound._best_ends
-    monkeypatch.setattr(
-        "jaxbucket.plan.lower_bound._best_ends",
-        lambda problem, beyond: (
-            pairs.append(len(problem) * len(problem).bit_length())
-            or original(problem, beyond)
-        ),
-    )
-    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_BOUND_PAIRS", 500_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._DENSE_PAIRS", 300_000)
-    optimum = Optimum(candidates, num_buckets)
-    chosen = optimum.choice(num_buckets)
-    assert sum(pairs) < 3_000_000
-    assert len(chosen) <= num_buckets and not optimum.exact
-    cost = candidates.epoch_cost(chosen)
-    assert optimum.steady_cost(num_buckets) <= cost <= 1.01 * whole
-    for name, rule in RULES.items():
-        if name != "optimal":
-            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -65,21 +65,6 @@ def test_with_a_cost_function_the_plan_by_tokens_is_compared_too():
     assert ours.report.padded_tokens >= theirs.report.padded_tokens
 
 
-def test_the_users_plans_get_the_same_cost_function():
-    mine = BucketPlan.from_shapes([(64, 256), (8, 1504)])
-    for cost in (None, TokenCost(100.0)):
-        limits = Limits(**OPTIONS, cost_fn=cost)
-        other = plan_buckets(LENGTHS, cost_fn=TransformerCost(8, 2), **OPTIONS)
-        comparison = compare_plans(
-            LENGTHS, limits, others={"mine": mine, "other": other}
-        )
-        for name in ("mine", "other"):
-            epoch = comparison[name].report
-            tokens = epoch.padded_tokens
-            assert epoch.epoch_cost == pytest.approx(tokens / (100 if cost else 1))
-        assert comparison["mine"].largest_batch == 64 * 256
-
-
 def test_the_json_has_every_number():
     comparison = compare_plans(LENGTHS, LIMITS)
     found = json.loads(comparison.to_json())
@@ -96,13 +81,6 @@ def test_dropped_remainders_and_names_of_rules_are_refused():
     for name in ("optimal", "equal tokens", "one shape"):
         with pytest.raises(ValueError, match=f"`others` has a plan '{name}'"):
             compare_plans(LENGTHS, LIMITS, others={name: mine})
-
-
-def test_the_summary_says_whether_the_optimum_is_proven():
-    assert compare_plans(LENGTHS, LIMITS, num_buckets=3).exact
-    comparison = compare_plans(LENGTHS, LIMITS, num_buckets=3, remainder="pad")
-    assert not comparison.exact
-    assert "proven" not in comparison.summary
 
 
 # Pictures
@@ -169,19 +147,6 @@ def test_texts_of_a_comparison_stay_inside_and_apart(
     expected = [f"{one.report.padding:.1%}" for one in comparison.plans]
     assert [text.get_text() for text in padding.texts] == expected
     assert figure.axes[3].get_ylabel() == "bytes"
-
-
-@pytest.mark.parametrize(
-    "seconds",
-    [1e-9, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 1e7))],
-)
-@pytest.mark.exhaustive
-def test_texts_of_a_curve_stay_inside_and_apart(seconds, check_texts):
-    limits = Limits(**OPTIONS, cost_fn=TokenCost(1e4 / seconds))
-    curve = plan_curve(LENGTHS, limits, compile_seconds=seconds, num_epochs=3)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    plot_curve(curve, figure)
-    check_texts(figure)
 
 
 def test_additional_plans_are_sorted_by_cost():

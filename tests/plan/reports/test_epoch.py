@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
@@ -109,16 +108,6 @@ def test_the_json_has_every_number():
     assert fields["buckets"][1]["seq_len"] == 30
 
 
-def test_the_parts_of_the_padding_add_up_to_the_total():
-    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
-    for seed in range(50):
-        lengths = np.random.default_rng(seed).integers(1, 30, 40 + seed)
-        epoch = report(plan, lengths, remainder="pad")
-        total, *parts = [float(share[:-1]) for share in epoch.padding_shares]
-        assert total == pytest.approx(sum(parts), abs=1e-9)
-        assert parts[0] == pytest.approx(100 * epoch.padding_in_rows, abs=0.11)
-
-
 def test_a_report_is_printed_as_a_table():
     plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
     epoch = dataclasses.replace(report(plan, [10, 20, 30]), unit="bytes")
@@ -142,24 +131,6 @@ def test_the_summary_counts_dropped_and_truncated_examples():
         assert words in report(plan, [8, 10, 20]).summary
     plan = BucketPlan((Bucket(1, 20),), max_tokens=20)
     assert "too long" not in report(plan, [8, 10, 20]).summary
-
-
-SHAPES = [(4, {"source": 8, "target": 4}), (2, {"source": 16, "target": 8})]
-PAIRS = {"source": [8, 6, 4, 2, 16, 12], "target": [4, 4, 2, 2, 8, 4]}
-
-
-def test_a_report_has_the_padding_of_each_of_several_sequences():
-    epoch = report(BucketPlan.from_shapes(SHAPES), PAIRS)
-    assert epoch.sequence_tokens == {"source": 48, "target": 24}
-    assert epoch.sequence_padding == {"source": 1 - 48 / 64, "target": 1 - 24 / 32}
-    assert "Padding by sequence: 25.0% of source, 25.0% of target." in epoch.summary
-    fields = json.loads(epoch.to_json())
-    assert fields["sequence_tokens"] == epoch.sequence_tokens
-    assert fields["sequence_padding"] == epoch.sequence_padding
-    text = str(epoch)
-    assert ["T of", "T of"] == re.findall("T of", text.splitlines()[0])
-    assert "source  target" in text.splitlines()[1]
-    assert "with T tokens for each sequence. Examples:" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
