@@ -17,7 +17,6 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.fuller import fuller_patterns
 from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_choice import (
     RowChoice,
@@ -26,6 +25,7 @@ from jaxbucket.packing.row_choice import (
     sparse_cost,
 )
 from jaxbucket.packing.rows import Packing, from_patterns
+from jaxbucket.packing.subset_sum import fuller_patterns
 from jaxbucket.plan.flow.remainder import flow_remainders
 from jaxbucket.plan.histogram import grouped
 from jaxbucket.plan.limits import Limits

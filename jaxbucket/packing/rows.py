@@ -28,7 +28,6 @@ from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.fuller import choose_fuller, fuller_patterns
 from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.sequences import (
@@ -37,8 +36,8 @@ from jaxbucket.packing.sequences import (
     count_kinds,
     group_kinds,
 )
-from jaxbucket.packing.vector_best_fit import fit_sequences
-from jaxbucket.packing.vector_pool import pooled_rows
+from jaxbucket.packing.subset_sum import choose_fuller, fuller_patterns
+from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 from jaxbucket.plan.histogram import value_counts
 
 # Patterns with at least this many rows get an array of their own.

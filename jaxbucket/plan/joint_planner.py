@@ -14,14 +14,13 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.sizes import Sizes, checked_size
-from jaxbucket.plan.all_sets import best_sets
 from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint_search import Search
+from jaxbucket.plan.joint_search import Search, best_sets
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.points import Points
 from jaxbucket.plan.pricing import Pricing

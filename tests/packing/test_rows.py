@@ -20,10 +20,9 @@ from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_eac
 from jaxbucket.data.segments import row_segments
 from jaxbucket.packing import row_choice
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.fuller import fewest_positions
 from jaxbucket.packing.pattern import positions
 from jaxbucket.packing.row_choice import log_variance, separation
-from jaxbucket.packing.subset_sum import fullest_rows
+from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows, imbalance

@@ -15,8 +15,7 @@ import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.sequences import count_kinds
-from jaxbucket.packing.vector_best_fit import fit_sequences
-from jaxbucket.packing.vector_pool import pooled_rows
+from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.testing import check_batches
 
