@@ -11,7 +11,7 @@ their learning rates follow the number of real tokens so far. They differ in whi
 lengths an update sees:
 
     packed                      rows of several examples, so updates have many lengths
-    packed with mixing          rows of `plan_packing`, whose `mixing` is the default
+    packed with mixing          rows of `plan_packing`
     2 packed with mixing        two micro-batches of such rows in one update
     padded                      random examples, all padded to the longest length
     shuffled                    batches of one bucket each, in a random order

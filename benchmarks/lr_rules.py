@@ -88,7 +88,7 @@ def scale_by_adam_sde(
         )
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
 class Training:
@@ -113,7 +113,7 @@ class Training:
         state = _without_optimizer(self._state(0, optax.sgd(0.0)))
         self._evaluate = jb.compile_steps(evaluate, state, specs)
 
-    def _plan(self, max_tokens: int, **limits: Any) -> jb.BucketPlan:
+    def _plan(self, max_tokens: Any) -> jb.BucketPlan:
         return jb.plan_buckets(
             self.lengths,
             max_tokens=max_tokens,
@@ -121,7 +121,6 @@ class Training:
             seq_len_multiple=32,
             max_seq_len=self.args.max_len,
             overlong="truncate",
-            **limits,
         )
 
     def _state(
@@ -151,7 +150,7 @@ class Training:
                 optax.scale_by_learning_rate(learning_rate),
             )
 
-        fixed = self._plan(base * args.max_len, max_batch_size=base)
+        fixed = self._plan(lambda t: base * t)
         half = self._plan(args.max_tokens // 2)
         one = functools.partial(self._schedule, self.plan)
         return {

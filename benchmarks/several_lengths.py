@@ -32,8 +32,8 @@ from rich.table import Table
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint.planner import search_shapes
-from jaxbucket.plan.joint.pricing import Pricing
+from jaxbucket.plan.joint_planner import search_shapes
+from jaxbucket.plan.limits import Limits
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"
 NUM_BUCKETS = (4, 8, 16, 32)
@@ -58,6 +58,22 @@ class Pairs(NamedTuple):
     def needed(self) -> np.ndarray:
         """`[N, 2]`: the lengths, rounded up."""
         return -(-self.lengths // self.multiple) * self.multiple
+
+    def limits(self, costs_fn: Callable) -> Limits:
+        def cost_fn(batch_size: int, seq_len: Any) -> float:
+            shape = np.array([list(seq_len.values())])
+            return float(costs_fn(np.array([batch_size]), shape)[0])
+
+        def budget(seq_len: Any) -> int:
+            shape = np.array([list(seq_len.values())])
+            return int(self.batch_sizes(shape)[0]) * seq_len.total
+
+        return Limits(
+            sequences=("source", "target"),
+            max_tokens=budget,
+            seq_len_multiple=self.multiple,
+            cost_fn=None if costs_fn is by_tokens else cost_fn,
+        )
 
     def batch_sizes(self, seq_lens: np.ndarray) -> np.ndarray:
         rows = self.max_tokens // seq_lens.sum(axis=1)
@@ -141,15 +157,9 @@ class Epoch(NamedTuple):
 def row(pairs: Pairs, cost: str, num_buckets: int) -> dict[str, Any]:
     costs_fn = COSTS[cost]
     start = time.perf_counter()
-    plan = search_shapes(
-        pairs.lengths,
-        num_buckets,
-        pairs.batch_sizes,
-        costs_fn,
-        multiples=np.array([pairs.multiple, pairs.multiple]),
-    )
+    shapes = search_shapes(pairs.lengths, pairs.limits(costs_fn), num_buckets)
     seconds = time.perf_counter() - start
-    ours = epoch_of(pairs, plan.seq_lens, costs_fn)
+    ours = epoch_of(pairs, shapes, costs_fn)
     least = float(costs_fn(np.ones(len(pairs.lengths), int), pairs.lengths).sum())
     others = {}
     for name, rule in RULES.items():
@@ -180,7 +190,8 @@ def epoch_of(pairs: Pairs, seq_lens: np.ndarray, costs_fn: Callable) -> Epoch:
     costs = costs_fn(sizes, seq_lens)
     shapes = cheapest(pairs.lengths, seq_lens, costs / sizes)
     counts = np.bincount(shapes, minlength=len(seq_lens))
-    steps = Pricing(pairs.batch_sizes, costs_fn).sizes(seq_lens, int(counts.sum()))
+    examples = np.full_like(sizes, counts.sum())
+    steps = pairs.limits(costs_fn).sizes(seq_lens, sizes, examples)
     cost = fitted_between(steps, counts, dominates(seq_lens))[1]
     return Epoch(cost, float(counts @ (costs / sizes)))
 
@@ -310,18 +321,13 @@ def best_groups(
 def one_million() -> list[dict[str, Any]]:
     """Returns the times and the peak memory of planning for a million pairs."""
     pairs = Pairs("speech", speech_lengths(1_000_000), 1, 131_072)
+    limits = Limits(sequences=("source", "target"), max_tokens=pairs.max_tokens)
     result = []
     for num_buckets in (8, 16, 32):
         start, cpu = time.perf_counter(), time.process_time()
-        plan = search_shapes(
-            pairs.lengths,
-            num_buckets,
-            pairs.batch_sizes,
-            by_tokens,
-            multiples=np.array([1, 1]),
-        )
+        shapes = search_shapes(pairs.lengths, limits, num_buckets)
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-        assert fits(pairs.lengths, plan.seq_lens).any(axis=1).all()
+        assert fits(pairs.lengths, shapes).any(axis=1).all()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         result.append(
             {"K": num_buckets, "seconds": seconds, "CPU s": cpu, "peak MiB": peak}

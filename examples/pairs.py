@@ -84,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = make_source()
     lengths = jb.measure_lengths(source, sequences={x: [x] for x in MAX_SEQ_LEN})
     # Every shape has 64 rows, because the loss depends on the number of negatives.
-    rows = {"batch_size_multiple": 64, "max_batch_size": 64}
-    budget = {"max_tokens": 64 * sum(MAX_SEQ_LEN.values()), **rows}
+    budget = {"max_tokens": lambda t: 64 * t.total, "batch_size_multiple": 64}
     options = {"max_seq_len": MAX_SEQ_LEN, "overlong": "truncate", **budget}
     options |= {"num_buckets": args.num_buckets, "seq_len_multiple": 16}
     plan = jb.plan_buckets(lengths, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+import json
 from typing import Any
 
 _WIDEST = 1000
@@ -21,3 +23,23 @@ def table_text(table: Any) -> str:
     with console.capture() as text:
         console.print(table)
     return "\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n")
+
+
+class Record(abc.ABC):
+    """Numbers for people and for programs: printed as a table, written as JSON."""
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python values."""
+
+    @abc.abstractmethod
+    def __rich__(self) -> Any:
+        """Returns a `rich` table, for a terminal."""
+
+    def to_json(self) -> str:
+        """Returns all numbers as one JSON object."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        """Returns the table as plain text."""
+        return table_text(self)

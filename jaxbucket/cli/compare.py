@@ -13,7 +13,6 @@ from jaxbucket.cli.options import (
     column_option,
     json_option,
     limit_options,
-    limits_for,
     num_buckets_option,
     plot_option,
     read_columns,
@@ -24,6 +23,7 @@ from jaxbucket.cli.output import check_outputs, new_figure, show
 from jaxbucket.cli.plan import pack_rows, parse_size
 from jaxbucket.cli.report import read_plan, report_packed
 from jaxbucket.packing.packed_plan import PACK_CHOICES
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.compare import compare_plans
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
 
@@ -83,7 +83,7 @@ def compare(
         measured = read_columns(lengths, columns)
         comparison = compare_plans(
             measured,
-            limits_for(measured, limits),
+            Limits(**limits),
             num_buckets=size,
             others={str(path): read_plan(path) for path in plan_files},
             remainder=remainder,

@@ -14,13 +14,10 @@ from typing import Any, get_args
 import click
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import GROUPS, OVERLONG
 from jaxbucket.data.length_files import read_lengths
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.sequence_limits import SequenceLimits
 
 POSITIVE = click.IntRange(min=1)
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
@@ -171,13 +168,6 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed([*_LIMITS, *_COSTS]):
         with_limits = option(with_limits)
     return with_limits
-
-
-def limits_for(lengths: Lengths, limits: dict[str, Any]) -> Limits | SequenceLimits:
-    """Returns the limits as an object, for lengths `[N]` or several by name."""
-    if isinstance(lengths, dict):
-        return SequenceLimits(sequences=tuple(lengths), **limits)
-    return Limits(**limits)
 
 
 def read_columns(path: pathlib.Path, columns: Sequence[str]) -> Any:

@@ -16,7 +16,6 @@ from jaxbucket.cli.options import (
     column_option,
     json_option,
     limit_options,
-    limits_for,
     load_function,
     num_buckets_option,
     plot_option,
@@ -35,7 +34,8 @@ from jaxbucket.packing.packed_plan import PACK_CHOICES, PackedPlan
 from jaxbucket.packing.planner import plan_packing
 from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.curve_search import plan_curve
-from jaxbucket.plan.planner import RULES, plan_buckets
+from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import report
 
 
@@ -158,7 +158,7 @@ def _choose(
     if num_buckets == "auto":
         curve = plan_curve(
             lengths,
-            limits_for(lengths, limits),
+            Limits(**limits),
             compile_seconds=compile_seconds,
             num_epochs=num_epochs,
         )
@@ -170,8 +170,11 @@ def _choose(
         )
         rows = packed.packing.row_lengths if packed.packing else lengths
         return _Chosen(packed.plan, rows, packed=packed)
-    made = plan_buckets(
-        lengths, num_buckets=size, boundaries=_boundaries(boundaries), **limits
+    made = plan_within(
+        lengths,
+        Limits(**limits),
+        num_buckets=size,
+        boundaries=_boundaries(boundaries),
     )
     return _Chosen(made, lengths)
 
@@ -193,7 +196,8 @@ def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPla
     Raises:
       ValueError: if packing does not support one of the limits.
     """
-    defaults = {"min_batch_size": 1, "max_batch_size": None, "accumulate": 1}
+    defaults = {"min_batch_size": 1, "max_batch_size": None}
+    defaults |= {"accumulate": 1, "sample": False}
     if used := [name for name, value in defaults.items() if limits[name] != value]:
         raise ValueError(
             f"`{used[0]}={limits[used[0]]}` cannot be combined with packed rows. "

@@ -1,8 +1,8 @@
 """Packing: rows of several examples, and the choice between packed and padded rows.
 
 `rows` packs examples with one sequence (`best_fit`, `subset_sum`) or with several
-(`vector_best_fit`, `vector_pool`). `packed_plan` compares the costs of packed and
-padded rows.
+(`vector_best_fit`). `planner` compares the costs of packed and padded rows, and
+`row_search` and `shape_search` search for the T of packed rows.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any, Literal, TypeAlias, get_args
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.table import Record
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.formatting import format_cost
 from jaxbucket.plan.reports.epoch_report import Report, sizes
@@ -16,7 +16,7 @@ PACK_CHOICES: tuple[str, ...] = get_args(Pack)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedPlan:
+class PackedPlan(Record):
     """A bucket plan and, if rows are packed, the packing for it.
 
     Attributes:
@@ -27,9 +27,6 @@ class PackedPlan:
         "packed in one T", in `plan.cost_unit`.
       rows: the number of rows of each bucket, before remainders are promoted.
       segments: the mean number of examples in a row of each bucket.
-      padded_up_to: examples up to this length get rows of their own, even if they are
-        promoted to longer buckets, so attention needs no mask in these buckets; 0 if
-        all buckets are packed. With several sequences, a sum over all of them.
       block_sparse: whether attention was assumed to take time within examples only.
       cause: why rows are packed or padded, as a clause.
       counts_attention: whether the cost may include attention, unlike `TokenCost`.
@@ -41,7 +38,6 @@ class PackedPlan:
     epoch_costs: dict[str, float]
     rows: tuple[int, ...]
     segments: tuple[float, ...]
-    padded_up_to: int
     block_sparse: bool = False
     cause: str = ""
     counts_attention: bool = True
@@ -55,8 +51,6 @@ class PackedPlan:
     def reason(self) -> str:
         """The choice and the costs behind it, as sentences."""
         name = "packed" if self.is_packed else "padded"
-        if self.is_packed and self.padded_up_to:
-            name += f" (padded up to T={self.padded_up_to})"
         return (
             f"Rows are {name}, because {self.cause}. Cost of an epoch: "
             f"{self._costs}.{self._attention}"
@@ -87,14 +81,9 @@ class PackedPlan:
             "epoch_costs": self.epoch_costs,
             "rows": list(self.rows),
             "segments_per_row": list(self.segments),
-            "padded_up_to": self.padded_up_to,
             "cause": self.cause,
             "report": self.report.to_dict(),
         }
-
-    def to_json(self) -> str:
-        """Returns all numbers as a JSON object."""
-        return json.dumps(self.to_dict())
 
     def __rich__(self) -> Any:
         """Returns a `rich` table for the terminal."""
@@ -103,15 +92,14 @@ class PackedPlan:
 
         table = Table(box=box.SIMPLE_HEAD, caption=self.reason, caption_justify="left")
         names = [f"T of {name}" for name in self.plan.sequences] or ["T"]
-        names = ["B", *names, "", "rows", "examples per row", "padding", "cost"]
+        names = ["B", *names, "rows", "examples per row", "padding", "cost"]
         for name in names:
             table.add_column(name, justify="right")
         columns = self.rows, self.segments, self.report.buckets
         for rows, segments, b in zip(*columns, strict=True):
-            is_padded = sum(sizes(b.seq_len)) <= self.padded_up_to
             table.add_row(
                 *(str(b.batch_size), *map(str, sizes(b.seq_len))),
-                *("padded" if is_padded else "packed", str(rows), f"{segments:.1f}"),
+                *(str(rows), f"{segments:.1f}"),
                 *(f"{b.padding:.1%}", f"{b.cost_share:.1%}"),
             )
         return table

@@ -6,56 +6,60 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxbucket.base.checks import check_choice
-from jaxbucket.base.lengths import Lengths
+import numpy as np
+
+from jaxbucket.base.checks import check_choice, check_lengths, check_positive
+from jaxbucket.base.lengths import Lengths, lengths_matrix, total_lengths
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.packing.alternatives import (
-    RowOptions,
-    length_alternatives,
-    sequence_alternatives,
-)
+from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
-from jaxbucket.plan.costs import CostFn, TokenCost, unit_of
-from jaxbucket.plan.limits import Budget, Limits
-from jaxbucket.plan.reports.epoch import changed_examples
-from jaxbucket.plan.sequence_limits import (
-    SequenceBudget,
-    SequenceCostFn,
-    SequenceLimits,
+from jaxbucket.packing.row_choice import (
+    RowChoice,
+    log_variance,
+    mixed_cost,
+    separation,
 )
+from jaxbucket.packing.row_search import LengthSearch, RowSearch
+from jaxbucket.packing.rows import check_cap, check_longest, check_seq_lens
+from jaxbucket.packing.sequences import MAX_CAPACITY
+from jaxbucket.packing.shape_search import ShapeSearch
+from jaxbucket.plan.costs import CostFn, TokenCost
+from jaxbucket.plan.histogram import value_counts
+from jaxbucket.plan.limits import Budget, Limits
+from jaxbucket.plan.planner import plan_within
+from jaxbucket.plan.reports.epoch import changed_examples, report
+
+# Rows may be longer than the longest example by this factor, if they save this share of
+# the cost.
+_MAX_FACTOR, _MIN_SAVING = 4, 0.05
 
 
 @bar_if_slow("Planning rows")
 def plan_packing(
     lengths: Lengths,
     *,
-    max_tokens: Budget | SequenceBudget,
+    max_tokens: Budget,
     max_seq_len: int | Mapping[str, int] | None = None,
     num_buckets: int = 8,
     pack: Pack = "auto",
-    cost_fn: CostFn | SequenceCostFn | None = None,
-    packed_cost_fn: CostFn | SequenceCostFn | None = None,
+    cost_fn: CostFn | None = None,
     block_sparse: bool = False,
-    mixing: float = 0.01,
-    max_padding: float = 1.0,
     max_segments_per_row: int | None = None,
     batch_size_multiple: int = 1,
     seq_len_multiple: int | Mapping[str, int] = 1,
     overlong: Overlong | Mapping[str, Overlong] = "error",
-    sample: bool = False,
 ) -> PackedPlan:
     """Plans buckets for padded or packed rows, whichever makes an epoch cheaper.
 
     Packed rows may have several values of T. Because attention is quadratic in T, long
     rows can cost more than the padding that they save, so short examples are better
     packed into short rows. The search adds one T at a time, and evaluates each choice
-    by packing the lengths. With `packed_cost_fn`, examples up to some T may also get
-    rows of their own, which then cost as much as padded rows.
+    by packing the lengths.
 
-    Batches of rows that mix lengths are preferred if they cost only a little more
-    (`mixing`), because the gradient of a batch with examples of one length is biased
-    towards what that length holds (see docs/learning.md).
+    Batches of rows that mix lengths are preferred if they cost at most 1% more, because
+    the gradient of a batch with examples of one length is biased towards what that
+    length holds (see docs/learning.md).
 
     Example:
       >>> import numpy as np
@@ -87,23 +91,12 @@ def plan_packing(
         sequences, one number for all or a mapping.
       num_buckets: the maximum number of buckets.
       pack: "auto" for the cheaper rows, "always" for packed or "never" for padded rows.
-      cost_fn: `(batch_size, seq_len)` -> cost of a step; by default its tokens. It is
-        required with `packed_cost_fn`, and both must use the same unit. With several
-        sequences, the functions receive a mapping of T.
-      packed_cost_fn: like `cost_fn`, for steps of packed rows, whose attention may be
-        slower because it needs a mask. By default it is `cost_fn`, and then all rows
-        with enough room are packed.
+      cost_fn: `(batch_size, seq_len)` -> cost of a step; by default its tokens. With
+        several sequences, the function receives a mapping of T.
       block_sparse: whether the attention of packed rows takes time within examples
         only. This holds for fused kernels with segment ids, but not for attention
         with a mask. The quadratic part of the cost is then multiplied by the share of
         pairs of tokens, of all sequences, that are in the same example.
-      mixing: how much more an epoch may cost, as a share, if its batches mix lengths. A
-        cost is raised by this share of itself if every batch has examples of one
-        length, and by a part of it otherwise. With 0, rows are compared by their cost
-        alone. (The search is greedy, so it may still miss cheaper rows.)
-      max_padding: the maximum share of padding in packed rows, even if more padding
-        would be cheaper. It refers to the rows before remainders are promoted
-        to longer T.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
       batch_size_multiple: every B is a multiple of this number.
@@ -111,67 +104,165 @@ def plan_packing(
         sequence.
       overlong: what happens to examples longer than `max_seq_len`, as for
         `plan_buckets`. The plan has this policy, and the report counts them.
-      sample: whether `lengths` are a sample of more examples, as for `plan_buckets`.
 
     Returns:
       A `PackedPlan`. Its `packing` is None if rows are padded.
 
     Raises:
       ValueError: if a length is not a positive integer or exceeds `max_seq_len` under
-        `overlong="error"`; if no batch fits the limits; if `pack="always"` and the
-        search finds no rows within `max_padding`.
+        `overlong="error"`, or if no batch fits the limits.
     """
-    _check_choices(pack, max_tokens)
-    _check_units(cost_fn, packed_cost_fn)
-    options = RowOptions(
-        packed_cost_fn=packed_cost_fn,
-        num_buckets=num_buckets,
-        block_sparse=block_sparse,
-        mixing=mixing,
-        max_padding=max_padding,
-        max_segments_per_row=max_segments_per_row,
-    )
-    policies: dict[str, Any] = {"overlong": overlong}
-    limits: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "max_seq_len": max_seq_len,
-        "batch_size_multiple": batch_size_multiple,
-        "seq_len_multiple": seq_len_multiple,
-        "cost_fn": cost_fn,
-        "sample": sample,
-    }
-    if isinstance(lengths, Mapping):
-        several = SequenceLimits(sequences=tuple(lengths), **limits, **policies)
-        rows = sequence_alternatives(lengths, several, options)
-    else:
-        limits["cost_fn"] = cost_fn or TokenCost()
-        rows = length_alternatives(lengths, Limits(**limits, **policies), options)
-    chosen = rows.chosen(pack, options)
-    plan = dataclasses.replace(chosen.plan, **policies)
-    return dataclasses.replace(
-        chosen,
-        plan=plan,
-        report=dataclasses.replace(chosen.report, **changed_examples(plan, lengths)),
-        block_sparse=block_sparse,
-        counts_attention=not isinstance(cost_fn, TokenCost | None),
-    )
-
-
-def _check_choices(pack: Pack, max_tokens: Budget | SequenceBudget) -> None:
-    """Raises a ValueError for choices that no packing can follow."""
     check_choice("pack", pack, PACK_CHOICES)
+    num_buckets = check_positive("num_buckets", num_buckets)
+    cap = check_cap(max_segments_per_row)
     if isinstance(max_tokens, Sequence):
         raise ValueError(
             f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
             "chooses the boundaries itself. Pass an integer, or a function of T."
         )
+    limits = Limits(
+        max_tokens=max_tokens,
+        max_seq_len=max_seq_len,
+        batch_size_multiple=batch_size_multiple,
+        seq_len_multiple=seq_len_multiple,
+        overlong=overlong,
+        cost_fn=cost_fn,
+        sequences=tuple(lengths) if isinstance(lengths, Mapping) else (),
+    )
+    kept = _kept(lengths, limits)
+
+    def search_within(limits: Limits) -> RowSearch[Any]:
+        if limits.sequences:
+            return ShapeSearch(kept, limits, max_segments_per_row, block_sparse)
+        values, counts = value_counts(kept)
+        longest = int(kept.max())
+        return LengthSearch(values, counts, longest, limits, cap, block_sparse)
+
+    rows = dataclasses.replace(limits, overlong="error")
+    search = search_within(rows)
+    several, single = search.search(num_buckets), search.single()
+    if (longer := _longer(rows, search.last, several)) is not None:
+        choice = search_within(longer).search(num_buckets)
+        several = _longer_if_better(several, choice)
+    packed = min([several, single], key=lambda choice: choice.rank)
+    padded, apart = _padded(kept, limits, num_buckets)
+    is_packed = pack == "always"
+    cause = f"`pack={pack!r}`"
+    if pack == "auto":
+        is_packed, cause = _cheaper(packed, padded.report.epoch_cost, apart)
+    chosen = _packed_plan(packed, max_segments_per_row) if is_packed else padded
+    plan = dataclasses.replace(chosen.plan, overlong=limits.overlong)
+    return dataclasses.replace(
+        chosen,
+        plan=plan,
+        report=dataclasses.replace(chosen.report, **changed_examples(plan, lengths)),
+        epoch_costs={
+            "padded": padded.report.epoch_cost,
+            "packed": packed.cost,
+            "packed in one T": single.cost,
+        },
+        block_sparse=block_sparse,
+        cause=cause,
+        counts_attention=not isinstance(cost_fn, TokenCost | None),
+    )
 
 
-def _check_units(cost_fn: Any, packed_cost_fn: Any) -> None:
-    """Raises a ValueError if the cost functions are known to have different units."""
-    units = {getattr(x, "unit", None) for x in (cost_fn, packed_cost_fn)} - {None}
-    if packed_cost_fn is not None and (cost_fn is None or len(units) > 1):
-        raise ValueError(
-            f"`packed_cost_fn` counts {unit_of(packed_cost_fn)}, but `cost_fn` counts "
-            f"{unit_of(cost_fn or TokenCost())}. Pass both functions, in the same unit."
-        )
+def _kept(lengths: Any, limits: Limits) -> np.ndarray:
+    """Returns the lengths of the examples in rows, `[n]` or `[n, Q]`."""
+    if limits.sequences:
+        return limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
+    kept: Any = check_lengths(lengths)
+    last: Any = limits.max_seq_len
+    if last is not None and limits.overlong == "error":
+        check_longest(kept, last)
+    elif last is not None:
+        kept = kept_lengths(kept, last, limits.overlong)
+    check_seq_lens(dataclasses.replace(limits, overlong="truncate").longest(kept))
+    return kept
+
+
+def _longer(limits: Limits, last: Any, choice: RowChoice) -> Limits | None:
+    """Returns limits with longer rows, as the budget allows, if these may save enough.
+
+    Args:
+      limits: the limits of all rows.
+      last: the T of the longest row, or the tuple of its T.
+      choice: the packed rows that are no longer than this.
+    """
+    if limits.max_seq_len is not None or choice.padding <= _MIN_SAVING:
+        return None
+    longest = np.array([last])
+    for factor in range(min(_MAX_FACTOR, MAX_CAPACITY // int(longest.max())), 1, -1):
+        if limits.batch_sizes(factor * longest)[0] > 0:
+            last = _named(limits, factor * longest[0])
+            return dataclasses.replace(limits, max_seq_len=last)
+    return None
+
+
+def _named(limits: Limits, seq_lens: Any) -> int | dict[str, int]:
+    """Returns the T of a shape as an integer, or by the name of the sequence."""
+    if not limits.sequences:
+        return int(seq_lens)
+    return dict(zip(limits.sequences, seq_lens.tolist(), strict=True))
+
+
+def _longer_if_better(choice: RowChoice, longer: RowChoice) -> RowChoice:
+    """Returns the rows that may be longer if they save enough.
+
+    Longer rows take more memory for attention, which a cost may not count.
+    """
+    saves = longer.rank[0] < choice.rank[0] * (1 - _MIN_SAVING)
+    return longer if saves else choice
+
+
+def _padded(
+    kept: np.ndarray, limits: Limits, num_buckets: int
+) -> tuple[PackedPlan, float]:
+    """Returns the result for rows of one example, and the separation of its batches."""
+    # Padded rows gain nothing from T beyond the longest lengths. One bucket must hold
+    # all of these to truncate.
+    last, parts = None, kept
+    if limits.sequences:
+        parts: Any = dict(zip(limits.sequences, kept.T, strict=True))
+        if limits.truncates:
+            last = _named(limits, limits.rounded(kept.max(axis=0)))
+    tight = dataclasses.replace(limits, max_seq_len=last, overlong="error")
+    plan = plan_within(parts, tight, num_buckets=num_buckets)
+    epoch = report(plan, parts)
+    totals = total_lengths(kept).astype(np.int64)
+    variance = log_variance(totals, np.ones_like(totals))
+    buckets = plan.assign(parts).astype(np.int64)
+    apart = separation(buckets, np.log(totals), totals, plan.batch_sizes, variance)
+    rows = tuple(bucket.examples for bucket in epoch.buckets)
+    segments = (1.0,) * len(plan)
+    return PackedPlan(plan, None, epoch, {}, rows, segments), apart
+
+
+def _cheaper(
+    packed: RowChoice, padded_cost: float, separation: float
+) -> tuple[bool, str]:
+    """Returns whether packed rows are the better ones, and why, as a clause."""
+    is_packed = packed.rank[0] < mixed_cost(padded_cost, separation)
+    more = packed.cost / padded_cost - 1
+    if not is_packed:
+        reason = "mix fewer lengths" if more < 0 else "do not cost less"
+        return False, f"packed rows {reason}"
+    if more < 0:
+        return True, "packed rows cost less"
+    cost = f"cost {more:.1%} more" if more >= 0.0005 else "cost as much"
+    return True, f"packed rows {cost} and mix more lengths"
+
+
+def _packed_plan(choice: RowChoice, max_segments_per_row: int | None) -> PackedPlan:
+    """Returns the result for packed rows."""
+    packing = choice.packing(max_segments_per_row)
+    epoch = report(choice.plan, packing.row_lengths)
+    segments = choice.segments / np.maximum(choice.rows, 1)
+    return PackedPlan(
+        dataclasses.replace(choice.plan, packed=True),
+        packing,
+        dataclasses.replace(epoch, packed_examples=packing.num_examples),
+        epoch_costs={},
+        rows=tuple(choice.rows.tolist()),
+        segments=tuple(segments.tolist()),
+    )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +15,11 @@ from jaxbucket.packing.rows import Packing
 
 # The minimum cost of a step with sparse attention, as a share of its full cost.
 _MIN_COST_SHARE = 1e-3
+# How much more rows may cost, as a share, if every batch mixes all lengths instead of
+# having examples of one length.
+_MIXING = 0.01
+# Lengths count as alike if their logarithms vary by much less than this.
+_SIMILAR = math.log(1.25) ** 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -20,35 +27,36 @@ class RowChoice(abc.ABC):
     """The packed rows for one choice of T.
 
     Attributes:
+      shapes: the chosen T, increasing; with several sequences, a tuple for each shape.
       plan: the buckets, with the cost of a step of each.
       rows: `[K]` int64, the number of rows of each T.
       segments: `[K]` numbers, the number of examples in the rows of each T.
       padding: the share of padding in the rows.
       separation: the share of the variance of lengths that is between batches.
       cost: the cost of an epoch, remainders included.
-      padded_up_to: the T up to which examples get rows of their own; 0 if none.
     """
 
+    shapes: tuple[Any, ...]
     plan: BucketPlan
     rows: np.ndarray
     segments: np.ndarray
     padding: float
     separation: float
     cost: float
-    padded_up_to: int = 0
 
-    def weighted_cost(self, mixing: float) -> float:
-        """Returns the cost, raised by up to `mixing` if batches separate lengths."""
-        return self.cost * (1 + mixing * self.separation)
-
-    def rank(self, max_padding: float, mixing: float) -> tuple[float, float, int]:
-        """Returns the sort key of a choice: excess padding, weighted cost, shapes."""
-        excess = max(self.padding - max_padding, 0.0)
-        return excess, self.weighted_cost(mixing), len(self.plan)
+    @property
+    def rank(self) -> tuple[float, int]:
+        """The sort key of a choice: its cost as `mixed_cost`, and its shapes."""
+        return mixed_cost(self.cost, self.separation), len(self.plan)
 
     @abc.abstractmethod
     def packing(self, max_segments_per_row: int | None) -> Packing:
         """Returns the rows, with slots for all examples."""
+
+
+def mixed_cost(cost: float, separation: float) -> float:
+    """Returns a cost, raised by up to 1% if batches separate lengths."""
+    return cost * (1 + _MIXING * separation)
 
 
 def sparse_cost(
@@ -72,3 +80,58 @@ def sparse_cost(
         per_pair = np.polyfit(positions, costs, 2)[0]
     pairs = np.clip(per_pair * positions[0] ** 2, 0.0, costs[0])
     return float(max(costs[0] - pairs * (1 - attended), _MIN_COST_SHARE * costs[0]))
+
+
+def separation(
+    buckets: np.ndarray,
+    logs: np.ndarray,
+    tokens: np.ndarray,
+    batch_sizes: np.ndarray,
+    variance: float,
+) -> float:
+    """Returns the share of the variance of lengths that is between batches.
+
+    This is the squared correlation ratio (Pearson, 1905) of the logarithms of lengths,
+    weighted by tokens, for batches of random rows of a bucket. The variance also has a
+    constant part, so that the share is small if all lengths are similar. It is nearly 1
+    if every bucket has a different length, and nearly 0 if every batch has many rows
+    that may have any length.
+
+    Example:
+      >>> logs, tokens = np.log([1, 1, 9, 9]), np.full(4, 9)
+      >>> variance = logs.var()
+      >>> alike = separation(np.array([0, 0, 1, 1]), logs, tokens, [1, 1], variance)
+      >>> mixed = separation(np.array([0, 1, 0, 1]), logs, tokens, [8, 8], variance)
+      >>> round(alike, 2), round(mixed, 2)
+      (0.96, 0.12)
+
+    Args:
+      buckets: `[R]` integers, the index of the bucket of each kind of row.
+      logs: `[R]`, the mean logarithm of the lengths in a row of this kind, over its
+        tokens.
+      tokens: `[R]`, the number of tokens in all rows of this kind.
+      batch_sizes: `[K]` integers, the number of rows of a batch of each bucket.
+      variance: the variance of the logarithms of all lengths, over tokens.
+    """
+    weights = tokens / tokens.sum()
+    logs = logs - weights @ logs
+    shares, sums, squares = (
+        np.bincount(buckets, x, len(batch_sizes))
+        for x in (weights, weights * logs, weights * logs**2)
+    )
+    means = sums / np.where(shares > 0, shares, 1)
+    within = np.maximum(squares - shares * means**2, 0)
+    between = shares * means**2 + within / np.asarray(batch_sizes)
+    return float(between.sum() / (variance + _SIMILAR))
+
+
+def log_variance(lengths: np.ndarray, counts: np.ndarray) -> float:
+    """Returns the variance of the logarithms of `[V]` lengths over tokens.
+
+    Args:
+      lengths: `[V]` positive integers.
+      counts: `[V]` integers, the number of examples of each length.
+    """
+    weights = lengths * (counts / float(lengths @ counts))
+    logs = np.log(lengths)
+    return float(weights @ np.square(logs - weights @ logs))

@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import (
     MAX_LENGTH,
-    check_integer,
     check_lengths,
     check_positive,
     split_line,
@@ -28,17 +27,17 @@ from jaxbucket.base.lengths import Lengths, check_parts, lengths_matrix
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
+from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.pattern import Pattern, positions
-from jaxbucket.packing.row_patterns import choose_fuller, fuller_patterns, row_patterns
 from jaxbucket.packing.sequences import (
     MAX_ROW,
     check_shapes,
     count_kinds,
     group_kinds,
 )
-from jaxbucket.packing.vector_best_fit import fit_sequences
-from jaxbucket.packing.vector_pool import pooled_rows
+from jaxbucket.packing.subset_sum import choose_fuller, fuller_patterns
+from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 from jaxbucket.plan.histogram import value_counts
 
 # Patterns with at least this many rows get an array of their own.
@@ -161,7 +160,6 @@ def pack(
     max_seq_len: int | Mapping[str, int] | Sequence[int | Mapping[str, int]],
     *,
     max_segments_per_row: int | None = None,
-    padded_up_to: int = 0,
     overlong: Overlong | Mapping[str, Overlong] = "error",
 ) -> Packing:
     """Packs lengths into as few rows as possible.
@@ -200,7 +198,6 @@ def pack(
         increasing sum, of which the last one is the longest in every sequence.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
-      padded_up_to: examples up to this length get rows of their own.
       overlong: what happens to examples that are longer than the longest row, as in
         `plan_buckets`. Plan with the same policy for `packing.row_lengths`.
 
@@ -214,24 +211,23 @@ def pack(
         match the capacities.
     """
     cap = check_cap(max_segments_per_row)
-    up_to = min(check_integer("padded_up_to", padded_up_to), MAX_LENGTH)
-    if up_to < 0:
-        raise ValueError(f"`padded_up_to={up_to}` must not be negative.")
     if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
-        _check_both(lengths, max_seq_len, up_to)
+        _check_both(lengths, max_seq_len)
         parts = check_parts(cast(Mapping, lengths))
+        shapes = check_shapes(max_seq_len, parts)
         if overlong != "error":
-            longest = check_shapes(max_seq_len)[-1]
-            parts = kept_lengths(parts, longest, overlong)
-        return _pack_sequences(parts, max_seq_len, max_segments_per_row)
+            parts = kept_lengths(parts, shapes[-1], overlong)
+        for name, longest in shapes[-1].items():
+            check_longest(parts[name], longest, name)
+        return _pack_sequences(parts, shapes, max_segments_per_row)
     kept = check_lengths(cast(ArrayLike, lengths))
     seq_lens = check_seq_lens(cast(Any, max_seq_len))
     if overlong != "error":
         kept = kept_lengths(kept, seq_lens[-1], overlong)
     values, counts = value_counts(kept)
     check_longest(kept, seq_lens[-1])
-    patterns = row_patterns(values, counts, seq_lens, cap, up_to)
-    patterns = fuller_patterns(patterns, values, counts, seq_lens, cap, up_to)
+    patterns = best_fit(values, counts, seq_lens, cap)
+    patterns = fuller_patterns(patterns, values, counts, seq_lens, cap)
     return from_patterns(patterns, seq_lens, max_segments_per_row)
 
 
@@ -242,7 +238,7 @@ def _has_sequences(max_seq_len: Any) -> bool:
     return isinstance(max_seq_len, Mapping)
 
 
-def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
+def _check_both(lengths: Any, max_seq_len: Any) -> None:
     checked = (("lengths", lengths, isinstance(lengths, Mapping)),)
     checked += (("max_seq_len", max_seq_len, _has_sequences(max_seq_len)),)
     for name, value, is_mapping in checked:
@@ -251,18 +247,14 @@ def _check_both(lengths: Any, max_seq_len: Any, padded_up_to: int) -> None:
                 f"`{name}={value!r}` is not a mapping, but the other argument is. For "
                 "several sequences, pass lengths and capacities by sequence name."
             )
-    if padded_up_to:
-        raise ValueError(
-            f"`padded_up_to={padded_up_to}` requires examples with one sequence. "
-            "Remove it."
-        )
 
 
 def _pack_sequences(
-    parts: Mapping[str, np.ndarray], max_seq_len: Any, max_segments_per_row: int | None
+    parts: Mapping[str, np.ndarray],
+    capacities: tuple[Sizes, ...],
+    max_segments_per_row: int | None,
 ) -> Packing:
     """Returns the packing of examples with several sequences."""
-    capacities = check_shapes(max_seq_len, parts)
     shapes = np.array([list(x.values()) for x in capacities])
     rooms = shapes[-1].tolist()
     cap = check_cap(max_segments_per_row)
@@ -288,7 +280,7 @@ def _pack_sequences(
     slot_parts = kinds[slots]
     fits = int((np.array(rooms) // kinds.min(axis=0)).min())
     return Packing(
-        tuple(map(Sizes, capacities)),
+        capacities,
         slot_parts.sum(axis=1, dtype=np.int32),
         *_segments(patterns, max_segments_per_row, fits),
         slot_parts,
@@ -341,15 +333,20 @@ def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
     return np.concatenate([*pieces, np.array(few, np.int32)])
 
 
-def check_longest(lengths: np.ndarray, max_seq_len: int) -> None:
+def check_longest(
+    lengths: np.ndarray, max_seq_len: int, sequence: str | None = None
+) -> None:
     """Raises a ValueError if an example is longer than the longest row."""
     if lengths.max() > max_seq_len:
         example = int(np.argmax(lengths > max_seq_len))
+        name = "" if sequence is None else f"[{sequence!r}]"
+        split = (
+            "" if name else f", or split the source with `{split_line(max_seq_len)}`"
+        )
         raise ValueError(
-            f"`lengths[{example}]={lengths[example]}` exceeds the longest row, "
-            f"`max_seq_len={max_seq_len}`. Raise `max_seq_len`, pass `overlong='drop'` "
-            "or 'truncate' here and to the plan, or split the source with "
-            f"`{split_line(max_seq_len)}` and pack `source.lengths`."
+            f"`lengths{name}[{example}]={lengths[example]}` exceeds the longest row, "
+            f"`max_seq_len{name}={max_seq_len}`. Raise `max_seq_len`, pass "
+            f"`overlong='drop'` or 'truncate' here and to the plan{split}."
         )
 
 
@@ -359,12 +356,11 @@ def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
     Raises:
       ValueError: if there is no T, or they are not positive and increasing.
     """
-    values = max_seq_len if isinstance(max_seq_len, Sequence) else [max_seq_len]
-    if isinstance(max_seq_len, np.ndarray):
-        values = np.atleast_1d(max_seq_len).tolist() if max_seq_len.ndim < 2 else []
-    elif isinstance(max_seq_len, Iterable) and values is not max_seq_len:
-        # Sets have no order, and generators can be used only once.
-        values = []
+    values: Any = max_seq_len
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, Sequence):
+        values = [values]
     seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
     if not seq_lens or any(np.diff(seq_lens) <= 0):
         raise ValueError(

@@ -8,12 +8,12 @@ The packers work on the number of examples of each kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.checks import check_positive
+from jaxbucket.base.sizes import Sizes, check_same_sequences
 
 # Packers store a bit for every position of a row, or several numbers if a row has
 # several sequences.
@@ -21,77 +21,37 @@ MAX_ROW = 1 << 26
 MAX_CAPACITY = 1 << 20
 
 
-def check_capacities(
-    capacities: Any, parts: Mapping[str, np.ndarray] | None = None
-) -> dict[str, int]:
-    """Returns the tokens of each sequence that a row can hold.
-
-    Args:
-      capacities: sequence name -> tokens.
-      parts: sequence name -> `[N]` lengths, which must fit. The result has the order of
-        `parts`, or is sorted by name if `parts` is None.
-
-    Raises:
-      ValueError: if there is no capacity, one is not positive, the names differ from
-        those of `parts`, or an example is longer than a capacity.
-    """
-    if not isinstance(capacities, Mapping):
-        raise ValueError(
-            f"`capacities={capacities!r}` is not a mapping. Pass the tokens of each "
-            'sequence that a row can hold, such as {"inputs": 512, "targets": 128}.'
-        )
-    if parts is None:
-        parts = dict.fromkeys(sorted(capacities), np.zeros(0, np.int32))
-    if capacities.keys() != parts.keys() or not capacities:
-        raise ValueError(
-            f"The capacities have the sequences {sorted(capacities)}, but the lengths "
-            f"have {sorted(parts)}. Pass the same sequences, and at least one."
-        )
-    checked = {}
-    for name, column in parts.items():
-        argument = f"max_seq_len[{name!r}]"
-        checked[name] = capacity = check_positive(argument, capacities[name])
-        if capacity > MAX_CAPACITY:
-            raise ValueError(
-                f"`{argument}={capacity}` exceeds {MAX_CAPACITY}. Use shorter rows."
-            )
-        if np.any(column > capacity):
-            example = int(np.argmax(column > capacity))
-            raise ValueError(
-                f"`lengths[{name!r}][{example}]={column[example]}` exceeds the "
-                f"capacity of a row, `{argument}={capacity}`. Raise the capacity, or "
-                "pass `overlong='drop'` or 'truncate' here and to the plan."
-            )
-    return checked
-
-
-def check_shapes(
-    max_seq_len: Any, parts: Mapping[str, np.ndarray] | None = None
-) -> tuple[dict[str, int], ...]:
+def check_shapes(max_seq_len: Any, names: Collection[str]) -> tuple[Sizes, ...]:
     """Returns the tokens of each sequence that the rows of each shape can hold.
 
     Args:
       max_seq_len: sequence name -> tokens, or several such mappings.
-      parts: sequence name -> `[N]` lengths, which must fit the last shape.
+      names: the names of the sequences of the examples.
 
     Raises:
-      ValueError: if `check_capacities` refuses a shape, or several are not increasing:
-        each with a larger sum, and the last one the longest in every sequence.
+      ValueError: if there is no shape, a size is not positive or too large, the names
+        are others, or the shapes are not increasing: each with a larger sum, and the
+        last one the longest in every sequence.
     """
-    if isinstance(max_seq_len, Mapping):
-        return (check_capacities(max_seq_len, parts),)
-    empty = None if parts is None else {x: y[:0] for x, y in parts.items()}
-    shapes = [check_capacities(x, empty) for x in max_seq_len]
-    if not shapes:
-        raise ValueError("`max_seq_len` is empty. Pass the T of at least one row.")
-    totals = [sum(shape.values()) for shape in shapes]
-    longest = {x: max(shape[x] for shape in shapes) for x in shapes[-1]}
-    if sorted(set(totals)) != totals or shapes[-1] != longest:
+    given = [max_seq_len] if isinstance(max_seq_len, Mapping) else list(max_seq_len)
+    if not given or not all(isinstance(shape, Mapping) for shape in given):
+        raise ValueError(
+            f"`max_seq_len={max_seq_len!r}` must be a mapping from sequence name to "
+            "tokens, or several of them."
+        )
+    shapes = [Sizes(shape, "max_seq_len") for shape in given]
+    for shape in shapes:
+        check_same_sequences("max_seq_len", shape, names, "the lengths have")
+    totals = [shape.total for shape in shapes]
+    if sorted(set(totals)) != totals or not all(map(shapes[-1].holds, shapes)):
         raise ValueError(
             f"`max_seq_len` has the shapes {shapes}. Pass them by increasing sum, the "
             "last one with the longest T of every sequence."
         )
-    check_capacities(shapes[-1], parts)
+    if max(shapes[-1].values()) > MAX_CAPACITY:
+        raise ValueError(
+            f"`max_seq_len={shapes[-1]!r}` exceeds {MAX_CAPACITY}. Use shorter rows."
+        )
     return tuple(shapes)
 
 

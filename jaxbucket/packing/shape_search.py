@@ -1,7 +1,7 @@
 """Searches for the shapes of packed rows of examples with several sequences.
 
-The search adds one shape at a time, and then moves each of them. It packs a sample of
-the examples for each choice, and all examples for the most promising choices.
+It packs a sample of the examples for each choice, and all examples for the most
+promising choices.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import permute
 from jaxbucket.packing.pattern import Pattern
-from jaxbucket.packing.row_choice import RowChoice, sparse_cost
+from jaxbucket.packing.row_choice import RowChoice, log_variance, separation
+from jaxbucket.packing.row_search import BY_RANK, RATIO, RowSearch
 from jaxbucket.packing.rows import Packing, pack
-from jaxbucket.packing.separation import log_variance, separation
 from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint_plan import with_batch_sizes
-from jaxbucket.plan.sequence_limits import SequenceLimits
+from jaxbucket.plan.joint_planner import with_batch_sizes
+from jaxbucket.plan.limits import Limits
 
-# The ratio between neighboring shapes of the first grid. Refinements use smaller ones.
-_RATIO = math.sqrt(2)
-_REFINEMENTS = 3
 # The examples that the search packs, and how many it packs in all at its end.
 _SAMPLE = 1024
 _MAX_PACKED = 400_000
@@ -46,13 +43,11 @@ class ShapeChoice(RowChoice):
     """The packed rows of examples with several sequences, for one choice of shapes.
 
     Attributes:
-      shapes: the chosen shapes, by increasing number of tokens.
       longest: `[K, Q]` integers, the fullest row of each shape in each sequence.
       is_used: `[K]` bool, whether a shape has batches, or is the last one.
       rows_of_all: the rows with slots for all examples; None for a sample.
     """
 
-    shapes: tuple[Shape, ...]
     longest: np.ndarray
     is_used: np.ndarray
     rows_of_all: Packing | None = None
@@ -95,82 +90,59 @@ class _Rows:
         )
 
 
-class ShapeSearch:
-    """Packs given lengths into rows of any shapes, and computes the cost of an epoch.
+class ShapeSearch(RowSearch[ShapeChoice]):
+    """A search for the shapes of rows of examples with several sequences.
 
     Args:
       lengths: `[N, Q]` integers, a row for each example.
       limits: the limits and the costs of packed rows.
       max_segments_per_row: the maximum number of examples in a row; None for no limit.
       block_sparse: whether attention takes time within examples only.
-      max_padding: the maximum share of padding in the rows.
-      mixing: the share of the cost that is added for batches of equal lengths.
-
-    Attributes:
-      last: the longest T of each sequence.
     """
+
+    last: Shape
 
     def __init__(
         self,
         lengths: np.ndarray,
-        limits: SequenceLimits,
+        limits: Limits,
         max_segments_per_row: int | None,
         block_sparse: bool,
-        max_padding: float,
-        mixing: float,
     ):
+        super().__init__(limits, block_sparse)
         self._lengths = lengths
-        self._limits = limits
         self._max_segments = max_segments_per_row
-        self._block_sparse = block_sparse
-        self._max_padding = max_padding
-        self._mixing = mixing
-        self.last: Shape = tuple(limits.max_seq_lens(lengths).tolist())
+        self.last = tuple(limits.max_seq_lens(lengths).tolist())
         self._least = tuple(limits.rounded(lengths.max(axis=0)).tolist())
         totals = lengths.sum(axis=1, dtype=np.int64)
         self._variance = log_variance(totals, np.ones_like(totals))
-        self._sampled: dict[tuple[Shape, ...], ShapeChoice] = {}
-        self._kinds, self._counts = count_kinds(self._sample(), self.last)
-
-    def _sample(self) -> np.ndarray:
-        """Returns the lengths of a sample of the examples, `[n, Q]`."""
-        size = len(self._lengths)
+        size = len(lengths)
         sample = permute(np.arange(min(size, _SAMPLE)), size, _SEED)
-        return self._lengths[sample]
+        self._kinds, self._counts = count_kinds(lengths[sample], self.last)
 
     def search(self, num_buckets: int) -> ShapeChoice:
-        """Returns the cheapest choice found, with at most `num_buckets` shapes."""
-        grid = self._grid()
-        best = self._cheapest([(x,) for x in grid], self._of_sample((self.last,)))
-        for _ in range(num_buckets - 1):
-            cheapest = self._cheapest([(*best.shapes, x) for x in grid], best)
-            if cheapest is best:
-                break
-            best = cheapest
-        for turn in range(_REFINEMENTS):
-            best = self._refined(best, _RATIO ** (0.5**turn))
-        promising = sorted(self._sampled.values(), key=self.rank)
+        self._descend(num_buckets, self._grid())
+        promising = sorted(self.tried.values(), key=BY_RANK)
         number = max(1, min(4, _MAX_PACKED // len(self._lengths)))
-        choices = [self.packed(choice.shapes) for choice in promising[:number]]
-        best = min([self.packed((self.last,)), *choices], key=self.rank)
-        tight = _sorted(self._tightened(best))
+        choices = [self.of_all(choice.shapes) for choice in promising[:number]]
+        best = min([self.single(), *choices], key=BY_RANK)
+        tight = self._sorted(self._tightened(best))
         if not self._is_valid(tight):
             return best
-        return min([self.packed(tight), best], key=self.rank)
+        return min([self.of_all(tight), best], key=BY_RANK)
 
-    def rank(self, choice: RowChoice) -> tuple[float, float, int]:
-        """Returns the sort key of a choice."""
-        return choice.rank(self._max_padding, self._mixing)
+    def single(self) -> ShapeChoice:
+        return self.of_all((self.last,))
 
-    def packed(self, shapes: Iterable[Shape]) -> ShapeChoice:
+    def of_all(self, shapes: Iterable[Shape]) -> ShapeChoice:
         """Returns the rows of all examples for a choice of shapes.
 
         Args:
           shapes: the T of each sequence in each shape; one of them is the longest in
             every sequence.
         """
-        shapes = _sorted(shapes)
-        names = self._limits.sequences
+        shapes = self._sorted(shapes)
+        names = self.limits.sequences
         packing = pack(
             dict(zip(names, self._lengths.T, strict=True)),
             [dict(zip(names, shape, strict=True)) for shape in shapes],
@@ -188,18 +160,17 @@ class ShapeSearch:
             choice = self._choice(used, rows, scale=1.0)
         return dataclasses.replace(choice, rows_of_all=packing)
 
-    def _of_sample(self, shapes: Iterable[Shape]) -> ShapeChoice:
+    def _packed(self, shapes: tuple[Shape, ...]) -> ShapeChoice:
         """Returns the rows of the sample for a choice of shapes."""
-        shapes = _sorted(shapes)
-        if shapes not in self._sampled:
+        if shapes not in self.tried:
             cap = self._max_segments or len(self._lengths)
             patterns = fit_sequences(
                 self._kinds, self._counts, np.array(shapes, np.int64), cap
             )
             rows = _rows_of_patterns(patterns, self._kinds)
             scale = len(self._lengths) / int(self._counts.sum())
-            self._sampled[shapes] = self._choice(shapes, rows, scale)
-        return self._sampled[shapes]
+            self.tried[shapes] = self._choice(shapes, rows, scale)
+        return self.tried[shapes]
 
     def _grid(self) -> list[Shape]:
         """Returns shapes in proportion to the longest T, or to the mean lengths."""
@@ -209,24 +180,19 @@ class ShapeSearch:
         shortest = self._lengths.min(axis=0)
         shapes = set()
         for direction in (last, mean * fits):
-            steps = int(math.log((direction / shortest).max(), _RATIO)) + 1
-            sizes = [direction / _RATIO**i for i in range(steps)]
+            steps = int(math.log((direction / shortest).max(), RATIO)) + 1
+            sizes = [direction / RATIO**i for i in range(steps)]
             shapes.update(map(self._rounded, sizes))
             # These hold every example.
             shapes.update(self._rounded(np.maximum(x, least)) for x in sizes)
         return sorted(shapes)
 
-    def _refined(self, best: ShapeChoice, ratio: float) -> ShapeChoice:
-        """Returns the cheapest choice after moving or removing each shape in turn."""
-        for shape in best.shapes:
-            others = [x for x in best.shapes if x != shape]
-            best = self._cheapest(
-                [others, *([*others, x] for x in self._moved(shape, ratio))], best
-            )
-        return best
+    def _sorted(self, shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+        distinct = {*map(tuple, shapes)}
+        return tuple(sorted(distinct, key=lambda shape: (sum(shape), shape)))
 
     def _moved(self, shape: Shape, ratio: float) -> list[Shape]:
-        """Returns the shape with all its T, or one of them, longer or shorter."""
+        # All its T, or one of them, are longer or shorter.
         size = len(shape)
         chosen = [np.ones(size, bool), *np.eye(size, dtype=bool)]
         return [
@@ -237,29 +203,19 @@ class ShapeSearch:
 
     def _tightened(self, choice: ShapeChoice) -> list[Shape]:
         """Returns the shapes of a choice, reduced to their fullest rows."""
-        tight = self._limits.rounded(choice.longest[choice.rows > 0])
+        tight = self.limits.rounded(choice.longest[choice.rows > 0])
         tight[-1] = np.maximum(tight[-1], tight.max(axis=0))
         return [tuple(shape) for shape in tight.tolist()]
 
-    def _cheapest(
-        self, candidates: Iterable[Iterable[Shape]], best: ShapeChoice
-    ) -> ShapeChoice:
-        """Returns the cheapest choice among valid candidates and the best so far."""
-        choices = [self._of_sample(x) for x in candidates if self._is_valid(_sorted(x))]
-        return min([best, *choices], key=self.rank)
-
     def _is_valid(self, shapes: tuple[Shape, ...]) -> bool:
-        """Returns whether `pack` takes the shapes, and each fits the budget."""
-        if not shapes:
-            return False
         array = np.array(shapes, np.int64)
         is_longest = array[-1] >= np.maximum(array.max(axis=0), self._least)
         is_increasing = np.diff(array.sum(axis=1)) > 0
-        fits = self._limits.batch_sizes(array) > 0
+        fits = self.limits.batch_sizes(array) > 0
         return bool(is_longest.all() and is_increasing.all() and fits.all())
 
     def _rounded(self, sizes: np.ndarray) -> Shape:
-        multiples = self._limits.multiples
+        multiples = self.limits.multiples
         rounded = np.maximum(np.rint(sizes / multiples), 1).astype(np.int64) * multiples
         return tuple(np.minimum(rounded, self.last).tolist())
 
@@ -283,9 +239,8 @@ class ShapeSearch:
             numbers = counts(plan, np.ones(len(rows.numbers)))
             return np.ceil(numbers - 1e-9).astype(np.int64)
 
-        plan = self._limits.plan(np.array(shapes, np.int64))
-        plan = with_batch_sizes(self._limits, plan, whole)
-        if self._block_sparse:
+        plan = with_batch_sizes(self.limits, np.array(shapes, np.int64), whole)
+        if self.block_sparse:
             plan = self._sparse(plan, rows)
         index = plan.assign(rows.lengths).astype(np.int64)
         numbers, segments = whole(plan), counts(plan, rows.segments)
@@ -322,21 +277,9 @@ class ShapeSearch:
                 np.bincount(index, x, len(plan))
                 for x in (rows.numbers, rows.numbers * rows.pairs)
             )
-            share = pairs / np.maximum(numbers, 1) / np.square(plan.tokens_per_row)
-            share[numbers == 0] = 1
-            plan = dataclasses.replace(plan, step_costs=self._sparse_costs(plan, share))
+            costs = self._sparse_costs(plan, pairs, numbers)
+            plan = dataclasses.replace(plan, step_costs=costs)
         return plan
-
-    def _sparse_costs(self, plan: BucketPlan, share: np.ndarray) -> tuple[float, ...]:
-        """Returns the costs of steps that attend to a share of all pairs, `[K]`."""
-        costs = []
-        rows = zip(plan.batch_sizes, plan.seq_lens, share.tolist(), strict=True)
-        for batch_size, seq_lens, attended in rows:
-            scaled = np.array([self._rounded(seq_lens / n) for n in (1, 2, 4)])
-            batch_sizes = np.full(len(scaled), batch_size)
-            dense = self._limits.costs(batch_sizes, scaled).tolist()
-            costs.append(sparse_cost(scaled.sum(axis=1).tolist(), dense, attended))
-        return tuple(costs)
 
 
 def _rows_of_patterns(patterns: Sequence[Pattern], kinds: np.ndarray) -> _Rows:
@@ -348,8 +291,3 @@ def _rows_of_patterns(patterns: Sequence[Pattern], kinds: np.ndarray) -> _Rows:
 
 def _positions(plan: BucketPlan, rows: _Rows, index: np.ndarray) -> int:
     return int(rows.numbers @ plan.tokens_per_row[index])
-
-
-def _sorted(shapes: Iterable[Shape]) -> tuple[Shape, ...]:
-    """Returns distinct shapes, by increasing number of tokens."""
-    return tuple(sorted({*map(tuple, shapes)}, key=lambda shape: (sum(shape), shape)))

@@ -2,7 +2,7 @@
 
 `limits` determines the batch size for each T, `histogram` counts the lengths, and
 `costs` defines the cost of a step of each shape. `optimal` and `boundary_rules` choose
-the boundaries of buckets, `joint` those of several sequences at once, and `remainder`
+the boundaries of buckets, `joint_planner` those of several sequences, and `remainder`
 assigns the examples that do not fill a batch. `planner` combines these modules, and
 `reports` describes a plan and its cost.
 """
@@ -18,8 +18,8 @@ with _lazy_names(globals()):
     from jaxbucket.plan.curve_search import plan_curve as plan_curve
     from jaxbucket.plan.limits import Limits as Limits
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
+    from jaxbucket.plan.planner import plan_within as plan_within
     from jaxbucket.plan.reports.compare import compare_plans as compare_plans
     from jaxbucket.plan.reports.comparison import Comparison as Comparison
     from jaxbucket.plan.reports.epoch import Report as Report
     from jaxbucket.plan.reports.epoch import report as report
-    from jaxbucket.plan.sequence_limits import SequenceLimits as SequenceLimits

@@ -12,16 +12,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxbucket.plan.boundary_rules import Candidates
-from jaxbucket.plan.flow.step_sizes import StepSizes
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import optimal
-from jaxbucket.plan.sequence_limits import SequenceLimits
 
 # With more distinct numbers, only some of them can be the end of a bucket.
 _MAX_ENDS = 1024
 
 
 def nested_shapes(
-    lengths: np.ndarray, limits: SequenceLimits, num_buckets: int
+    lengths: np.ndarray, limits: Limits, num_buckets: int
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the T of the best nested shapes, `[K, Q]`, by several numbers.
 
@@ -44,7 +43,7 @@ def nested_shapes(
 
 
 def _candidates(
-    lengths: np.ndarray, numbers: np.ndarray, limits: SequenceLimits
+    lengths: np.ndarray, numbers: np.ndarray, limits: Limits
 ) -> tuple[np.ndarray, Candidates]:
     """Returns the T of shapes that are allowed, `[G, Q]`, and what they hold."""
     order = np.argsort(numbers, kind="stable")
@@ -65,13 +64,6 @@ def _candidates(
         seq_lens=seq_lens.sum(axis=1),
         examples=ends,
         tokens=tokens[ends - 1],
-        sizes=StepSizes.of(
-            batch_sizes,
-            lambda shape, rows: limits.costs(rows, seq_lens[shape]),
-            ends,
-            *(limits.batch_size_multiple, limits.min_batch_size, limits.accumulate),
-            sample=limits.sample,
-            is_linear=limits.cost_fn is None,
-        ),
+        sizes=limits.sizes(seq_lens, batch_sizes, ends),
         complete=False,
     )

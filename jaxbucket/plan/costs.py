@@ -18,7 +18,8 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_number, check_positive
 from jaxbucket.base.sizes import Sizes, total
 
-CostFn: TypeAlias = Callable[[int, int], float]
+# T of several sequences is a mapping from their names.
+CostFn: TypeAlias = Callable[[int, Any], float]
 SECONDS = "s"
 # A shape still counts as between others if it exceeds their range by this factor.
 _BETWEEN_FACTOR = 1.1

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.table import table_text
+from jaxbucket.base.table import Record
 from jaxbucket.plan.costs import SECONDS
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
 
@@ -51,7 +51,7 @@ class CurvePoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanCurve:
+class PlanCurve(Record):
     """The best plans with 1, 2, ... buckets, and the one with the least total time.
 
     Attributes:
@@ -147,14 +147,6 @@ class PlanCurve:
             "reason": self.reason,
             "points": [point.to_dict() for point in self.points],
         }
-
-    def to_json(self) -> str:
-        """Returns all numbers as one JSON object."""
-        return json.dumps(self.to_dict())
-
-    def __str__(self) -> str:
-        """Returns the table of `jaxbucket plan --num-buckets auto`, as text."""
-        return table_text(self)
 
     def __rich__(self) -> Any:
         """Returns the curve as a `rich` table for a terminal."""

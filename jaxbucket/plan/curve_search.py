@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,10 +17,9 @@ from jaxbucket.plan.curve import CurvePoint, PlanCurve
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint_plan import plan_sequences
-from jaxbucket.plan.limits import Limits, check_limits
+from jaxbucket.plan.joint_planner import plan_sequences
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
-from jaxbucket.plan.sequence_limits import SequenceLimits
 
 # How many numbers of buckets are tried per doubling. Up to twice this number, all are.
 _SIZES_PER_DOUBLING = 32
@@ -34,7 +32,7 @@ _POINTS_BEYOND = 4
 @bar_if_slow("Planning buckets")
 def plan_curve(
     lengths: Lengths,
-    limits: Limits | SequenceLimits,
+    limits: Limits,
     *,
     compile_seconds: float | None,
     num_epochs: float = 1,
@@ -66,8 +64,7 @@ def plan_curve(
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
-      limits: the limits on every shape, `SequenceLimits` for several sequences.
-        `limits.cost_fn` must return seconds.
+      limits: the limits on every shape. `limits.cost_fn` must return seconds.
       compile_seconds: the time to compile one shape in seconds.
       num_epochs: the number of epochs that use the shapes.
       max_buckets: the largest number of buckets to try.
@@ -77,8 +74,7 @@ def plan_curve(
         limits; if `compile_seconds`, `num_epochs` or `max_buckets` is not positive; if
         the cost function does not return seconds.
     """
-    if not isinstance(lengths, Mapping):
-        check_limits(limits)
+    limits = limits.of(lengths)
     _check_seconds(limits)
     if compile_seconds is None:
         raise ValueError(
@@ -90,19 +86,19 @@ def plan_curve(
     max_buckets = check_positive("max_buckets", max_buckets)
     numbers = (compile_seconds, num_epochs, max_buckets)
     if isinstance(lengths, Mapping):
-        return _sequence_curve(lengths, cast(SequenceLimits, limits), *numbers)
-    return _curve(lengths, cast(Limits, limits), *numbers)
+        return _sequence_curve(lengths, limits, *numbers)
+    return _curve(check_lengths(lengths), limits, *numbers)
 
 
 def _curve(
-    lengths: ArrayLike,
+    lengths: np.ndarray,
     limits: Limits,
     compile_seconds: float,
     num_epochs: float,
     max_buckets: int,
 ) -> PlanCurve:
     """Returns the curve for examples with one length."""
-    candidates = limits.candidates(check_lengths(lengths))
+    candidates = limits.candidates(lengths)
     real = int(candidates.tokens[-1])
     max_buckets = min(max_buckets, len(candidates))
     optimum = Optimum(candidates, max_buckets)
@@ -140,7 +136,7 @@ def _curve(
 
 def _sequence_curve(
     lengths: Mapping[str, ArrayLike],
-    limits: SequenceLimits,
+    limits: Limits,
     compile_seconds: float,
     num_epochs: float,
     max_buckets: int,
@@ -225,7 +221,7 @@ def _point(
     )
 
 
-def _check_seconds(limits: Limits | SequenceLimits) -> None:
+def _check_seconds(limits: Limits) -> None:
     """Raises a ValueError if the unit of the cost function is known and not seconds."""
     unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
     if unit not in (SECONDS, "cost"):

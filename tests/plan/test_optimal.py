@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxbucket import BucketPlan, plan_buckets, report
-from jaxbucket.plan import lower_bound
+from jaxbucket import plan_buckets, report
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.dense import evenly_dense, improved
-from jaxbucket.plan.flow.batch_sizes import fitted
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal
-from jaxbucket.plan.planner import RULES
+from jaxbucket.plan.planner import RULES, plan_within
 
 Cost = Callable[[int, int], float]
 
@@ -109,7 +107,7 @@ COSTS: dict[str, Cost | None] = {
 
 # Blocks of 50 small problems with all kinds of ties and remainders.
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("block", [*range(4), *exhaustive(range(4, 20))])
+@pytest.mark.parametrize("block", [0, *exhaustive(range(1, 12))])
 def test_no_choice_of_boundaries_is_cheaper(block, name):
     rng = np.random.default_rng(block)
     for _ in range(50):
@@ -142,7 +140,7 @@ def test_no_choice_of_boundaries_is_cheaper(block, name):
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 20)))
@@ -155,14 +153,13 @@ def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
         batch_size = min(int(budgets[end]) // end, most)
         return batch_size if batch_size >= fewest else 0
 
-    plan = plan_buckets(
-        lengths,
+    limits = Limits(
         max_tokens=lambda seq_len: int(budgets[seq_len]),
-        num_buckets=3,
         min_batch_size=fewest,
         max_batch_size=most,
         cost_fn=COSTS[name],
     )
+    plan = plan_within(lengths, limits, num_buckets=3)
     for bucket in plan.buckets:
         assert fewest <= bucket.batch_size <= rows(bucket.seq_len)
     cost = COSTS[name] or TokenCost()
@@ -170,7 +167,7 @@ def test_no_choice_is_cheaper_with_varying_budgets_and_batch_limits(seed, name):
     assert report(plan, lengths).epoch_cost == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(12))
 def test_no_choice_is_cheaper_with_micro_batches(seed):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 13, int(rng.integers(1, 30)))
@@ -220,7 +217,7 @@ def test_no_rule_is_cheaper_on_real_lengths(real_lengths, num_buckets, name):
     assert best <= fewer * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", [*range(10), *exhaustive(range(10, 30))])
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 12))])
 def test_no_rule_is_cheaper_on_random_lengths(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, int(rng.integers(1, 3000))), 1, 2000)
@@ -249,7 +246,7 @@ def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -
 
 
 @pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
@@ -264,7 +261,7 @@ def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     assert expected * (1 - 1e-9) <= result <= expected + plan.costs.sum()
 
 
-@pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 20))])
+@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 10))])
 def test_more_buckets_never_cost_more(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
@@ -278,38 +275,6 @@ def test_more_buckets_never_cost_more(seed):
         alone = candidates.epoch_cost(optimal(candidates, num_buckets))
         assert cost == pytest.approx(alone, rel=1e-9)
         before = cost
-
-
-def test_scaling_the_costs_does_not_change_the_plan():
-    lengths = np.random.default_rng(0).integers(1, 300, 3000)
-    plans: list[BucketPlan] = [
-        plan_buckets(
-            lengths,
-            max_tokens=4000,
-            num_buckets=5,
-            cost_fn=lambda b, t, unit=unit: unit * (3 + b * t),
-        )
-        for unit in (1e-30, 1.0, 1e30)
-    ]
-    assert plans[0].buckets == plans[1].buckets == plans[2].buckets
-
-
-def test_a_plan_by_step_time_has_fewer_steps_but_more_tokens():
-    # If a step has a constant cost, the best plan has the fewest steps.
-    rng, differ = np.random.default_rng(0), 0
-    for _ in range(20):
-        lengths = rng.integers(20, 100, 500)
-        plans = [
-            plan_buckets(lengths, max_tokens=200, num_buckets=3, cost_fn=cost)
-            for cost in (None, StepTime(1.0, 0.0, 0.0))
-        ]
-        by_tokens, by_steps = (report(plan, lengths) for plan in plans)
-        assert by_steps.steps_per_epoch == by_steps.epoch_cost
-        assert by_steps.steps_per_epoch <= by_tokens.steps_per_epoch
-        assert by_steps.padded_tokens >= by_tokens.padded_tokens
-        differ += by_steps.steps_per_epoch < by_tokens.steps_per_epoch
-        assert plans[1].cost_unit == by_steps.cost_unit == "s"
-    assert differ
 
 
 # Epochs of few batches, in which remainders dominate the cost
@@ -374,64 +339,11 @@ def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
     assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
 
 
-def test_the_bound_is_tight_for_a_huge_budget():
-    lengths = np.random.default_rng(0).integers(1, 200, 2000)
-    limits = Limits(max_tokens=2**50)
-    candidates = limits.candidates(lengths)
-    optimum = Optimum(candidates, 8)
-    cost = candidates.epoch_cost(optimum.choice(8))
-    assert optimum.exact
-    assert 0.99 * cost <= optimum.steady_cost(8) <= cost
-
-
-def test_few_distant_lengths_need_few_candidates():
-    lengths = [5, 77, 16_000_000]
-    calls = []
-
-    def cost(batch_size: int, seq_len: int) -> float:
-        calls.append(seq_len)
-        return float(batch_size * seq_len)
-
-    plan = plan_buckets(lengths, max_tokens=2**25, cost_fn=cost)
-    assert plan.max_seq_len == 16_000_000
-    assert len(calls) < 50
-
-
-def test_an_empty_last_bucket_may_have_any_cost():
-    lengths = np.random.default_rng(0).integers(1, 11, 300)
-
-    def cost(batch_size: int, seq_len: int) -> float:
-        return 1e30 if seq_len > 10 else 0.1 + 0.001 * seq_len**2 * batch_size
-
-    def cost_of(last: int, num_buckets: int) -> float:
-        limits = Limits(
-            max_tokens=lambda seq_len: 8 * seq_len**2, max_seq_len=last, cost_fn=cost
-        )
-        candidates = limits.candidates(lengths)
-        optimum = Optimum(candidates, num_buckets)
-        result = candidates.epoch_cost(optimum.choice(num_buckets))
-        assert optimum.exact
-        assert optimum.steady_cost(num_buckets) <= result
-        return result
-
-    # The required last bucket is an additional, empty bucket.
-    assert cost_of(12, 3) == pytest.approx(cost_of(10, 2), rel=1e-12)
-
-
-def test_a_choice_among_some_candidates_is_not_exact():
-    lengths = [100_000] * 10 + [300_000] * 10
-    candidates = Limits(max_tokens=600_000).candidates(np.array(lengths))
-    assert not candidates.complete and len(candidates) == 2
-    optimum = Optimum(candidates, 2)
-    assert candidates.seq_lens[optimum.choice(2)].tolist() == [100_000, 300_000]
-    assert not optimum.exact
-
-
 def many_lengths(seed: int) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(5, 1.2, 3000), 1, 4000)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_bounding_memory_does_not_change_the_choice(monkeypatch, seed):
     limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
     candidates = limits.candidates(many_lengths(seed).astype(int))
@@ -467,59 +379,7 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
 # Very many buckets
 
 
-def test_remainders_are_computed_for_few_numbers_of_buckets(monkeypatch):
-    fits = []
-
-    def counted(*columns):
-        fits.append(columns)
-        return fitted(*columns)
-
-    monkeypatch.setattr("jaxbucket.plan.boundary_rules.fitted", counted)
-    lengths = np.random.default_rng(0).integers(1, 801, 4000)
-    plan = plan_buckets(lengths, max_tokens=10_000, num_buckets=150)
-    assert 100 < len(plan) <= 150
-    assert len(fits) < 40
-
-
-def test_every_bucket_has_a_batch_even_if_more_are_allowed():
-    lengths = np.random.default_rng(0).integers(1, 1001, 2000)
-    plan = plan_buckets(lengths, max_tokens=20_000, num_buckets=1000)
-    assert all(bucket.batches for bucket in report(plan, lengths).buckets)
-
-
-@pytest.mark.parametrize("seed", [2, *exhaustive([0, 1, 3, 4, 5])])
-@pytest.mark.exhaustive
-def test_the_search_is_restricted_with_too_many_candidates(seed, monkeypatch):
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(6, 1, 12_000), 1, 2000).astype(int)
-    cost_fn = [None, TransformerCost(width=64, depth=2)][seed % 2]
-    limits = Limits(max_tokens=12_000, cost_fn=cost_fn)
-    candidates = limits.candidates(lengths)
-    num_buckets = int(rng.integers(65, 150))
-    whole = candidates.epoch_cost(optimal(candidates, num_buckets))
-    pairs = []
-    original = lower_bound._best_ends
-    monkeypatch.setattr(
-        "jaxbucket.plan.lower_bound._best_ends",
-        lambda problem, beyond: (
-            pairs.append(len(problem) * len(problem).bit_length())
-            or original(problem, beyond)
-        ),
-    )
-    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_BOUND_PAIRS", 500_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._DENSE_PAIRS", 300_000)
-    optimum = Optimum(candidates, num_buckets)
-    chosen = optimum.choice(num_buckets)
-    assert sum(pairs) < 3_000_000
-    assert len(chosen) <= num_buckets and not optimum.exact
-    cost = candidates.epoch_cost(chosen)
-    assert optimum.steady_cost(num_buckets) <= cost <= 1.01 * whole
-    for name, rule in RULES.items():
-        if name != "optimal":
-            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_improved_boundaries_are_close_to_the_bound(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
@@ -535,28 +395,3 @@ def test_improved_boundaries_are_close_to_the_bound(seed):
     assert np.all(np.diff(better) > 0) and better[-1] == len(problem) - 1
     least = int(lower_bounds(problem, len(chosen))[0][-1][0])
     assert least <= full_batches(better) <= full_batches(chosen) < 1.2 * least
-
-
-def test_many_numbers_of_buckets_share_one_budget(monkeypatch):
-    searched = []
-
-    class Counted(Search):
-        def improve(self, known):
-            result = super().improve(known)
-            searched.append(self.pairs)
-            return result
-
-    monkeypatch.setattr("jaxbucket.plan.optimal.Search", Counted)
-    monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_TOTAL_PAIRS", 100_000)
-    monkeypatch.setattr("jaxbucket.plan.optimal._MAX_TOTAL_PAIRS", 1_000_000)
-    lengths = np.random.default_rng(0).integers(1, 600, 3000)
-    candidates = Limits(max_tokens=4000).candidates(lengths)
-    optimum, chosen, before = Optimum(candidates, 40), None, np.inf
-    for num_buckets in range(1, 41):
-        chosen = optimum.choice(num_buckets, chosen)
-        cost = candidates.epoch_cost(chosen)
-        assert cost <= before
-        before = cost
-    # No search starts after the limit has been reached.
-    assert sum(searched[:-1]) < 1_000_000
-    assert not optimum.exact

@@ -1,10 +1,7 @@
-import re
-
 import numpy as np
 import pytest
 
 from jaxbucket import Bucket, BucketPlan, plan_buckets, report
-from jaxbucket.base.permutation import permute
 
 
 def uniform(size: int = 1000, longest: int = 500) -> np.ndarray:
@@ -83,8 +80,7 @@ def test_a_cost_may_exclude_batch_sizes(allowed):
     for lengths in ([100] * 990, [100] * 1001, uniform(3000, 300)):
         plan = plan_buckets(
             lengths,
-            max_tokens=300 * 512,
-            max_batch_size=512,
+            max_tokens=lambda t: 512 * t,
             num_buckets=3,
             cost_fn=lambda b, t: float(b * t) if allowed(b) else 1e12,
         )
@@ -148,12 +144,6 @@ def test_overlong_examples_are_dropped_or_truncated(last):
 # Given boundaries and functions
 
 
-def hashed_lengths(size: int, seed: int) -> np.ndarray:
-    """Returns skewed lengths up to 4096, which are the same on every machine."""
-    drawn = permute(np.arange(size), size, seed) + 1
-    return np.minimum(drawn % 797 * (drawn % 7) // (1 + drawn % 5) + 1, 4096)
-
-
 def test_given_boundaries_are_used_unchanged():
     plan = plan_buckets(uniform(), max_tokens=4096, boundaries=[64, 128, 512])
     assert plan.boundaries.tolist() == [64, 128, 512]
@@ -174,116 +164,51 @@ def test_a_function_may_choose_the_boundaries():
     assert plan.boundaries.tolist() == [100, 200, 300]
 
 
-@pytest.mark.parametrize(
-    ("boundaries", "message"),
-    [
-        ("best", "`boundaries='best'`: choose one of ['equal_tokens', 'equal_width',"),
-        ([], "`boundaries` is empty. Pass increasing multiples of `seq_len_multiple=8"),
-        ([512, 64], "`boundaries` has 64 after 512. Pass increasing multiples"),
-        ([64, 64, 512], "`boundaries` has 64 after 64"),
-        ([0, 512], "`boundaries` has 0 after 0"),
-        ([100, 512], "`boundaries` has 100 after 0. Pass increasing multiples of `se"),
-        ([64.5, 512], "`boundaries` has 64.5"),
-        ([64.0, 512.0], "`boundaries` has 64.0"),
-        (["64"], "`boundaries` has '64'"),
-        ([True], "`boundaries` has True"),
-    ],
-)
-def test_invalid_boundaries_are_refused(boundaries, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_buckets(
-            uniform(), max_tokens=4096, seq_len_multiple=8, boundaries=boundaries
-        )
-
-
 def test_given_boundaries_must_hold_every_example():
     with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=64`"):
         plan_buckets(uniform(), max_tokens=4096, boundaries=[64])
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [[], [0, 0, 499], [3, 1, 499], [0, 1], [0.5, 499], [-1, 499], [0, 500]],
-)
-def test_a_function_with_an_invalid_result_is_refused(chosen):
-    with pytest.raises(ValueError, match="`boundaries`"):
-        plan_buckets(
-            np.arange(1, 501),
-            max_tokens=4096,
-            boundaries=lambda candidates, num_buckets: np.array(chosen),
-        )
-
-
-def test_a_function_with_too_many_boundaries_or_an_error_is_refused():
-    with pytest.raises(ValueError, match="500 boundaries, more than `num_buckets=2`"):
-        plan_buckets(
-            np.arange(1, 501),
-            max_tokens=4096,
-            num_buckets=2,
-            boundaries=lambda candidates, num_buckets: np.arange(500),
-        )
-    with pytest.raises(ValueError, match="raised KeyError: 'x'. Pass a function of"):
-        plan_buckets([5], max_tokens=8, boundaries=lambda c, n: {}["x"])
-
-
 # Invalid arguments
 
 
-def test_a_budget_for_too_few_rows_is_refused_with_a_sufficient_one():
-    message = (
-        "`max_tokens=1024` holds 2 rows of `seq_len=512` (the longest length, 500, "
-        "rounded up to a multiple of 64), fewer than "
-        "`batch_size_multiple=8`. Raise `max_tokens` to 4096"
-    )
+def test_the_remedy_for_a_small_budget_is_sufficient():
     options = {"batch_size_multiple": 8, "seq_len_multiple": 64}
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"`max_tokens=1024`.*`max_tokens` to 4096"):
         plan_buckets([500], max_tokens=1024, **options)
     plan = plan_buckets([500], max_tokens=4096, **options)
     assert plan.buckets == (Bucket(8, 512),)
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["max_tokens", "num_buckets", "batch_size_multiple", "seq_len_multiple"],
+    ("name", "options"),
+    [
+        *(("max_tokens", {"max_tokens": x}) for x in (0, -1, 2.0, True, "8", None)),
+        ("max_tokens", {"max_tokens": 2**63}),
+        ("num_buckets", {"num_buckets": 0}),
+        ("batch_size_multiple", {"batch_size_multiple": 2.0}),
+        ("seq_len_multiple", {"seq_len_multiple": True}),
+        ("max_seq_len", {"max_seq_len": "8"}),
+        ("max_seq_len", {"max_seq_len": 500, "seq_len_multiple": 64}),
+        ("max_seq_len", {"max_seq_len": 4, "overlong": "drop"}),
+        ("lengths", {"max_seq_len": 4}),
+        ("overlong", {"overlong": "cut"}),
+        ("boundaries", {"boundaries": 8}),
+        ("boundaries", {"boundaries": "best"}),
+        ("boundaries", {"boundaries": []}),
+        ("boundaries", {"boundaries": [512, 64]}),
+        ("boundaries", {"boundaries": [64.0, 512.0]}),
+        ("boundaries", {"boundaries": [100, 512], "seq_len_multiple": 8}),
+        ("boundaries", {"boundaries": lambda c, n: {}["x"]}),
+        *(
+            ("boundaries", {"boundaries": lambda c, n, x=x: x})
+            for x in ([], [0, 0, 8], [0, 1], [-1, 8])
+        ),
+    ],
 )
-@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8", None])
-def test_options_must_be_positive_integers(name, value):
-    options = {"max_tokens": 4096, name: value}
-    with pytest.raises(ValueError, match=re.escape(f"`{name}={value!r}`")):
-        plan_buckets([5], **options)
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.0, "8"])
-def test_max_seq_len_must_be_a_positive_integer(value):
-    with pytest.raises(ValueError, match=re.escape(f"`max_seq_len={value!r}`")):
-        plan_buckets([5], max_tokens=4096, max_seq_len=value)
-
-
-def test_max_seq_len_must_be_a_multiple():
-    message = "`max_seq_len=500` is not a multiple of `seq_len_multiple=64`. Use 512."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_buckets([5], max_tokens=4096, max_seq_len=500, seq_len_multiple=64)
-
-
-def test_a_length_beyond_max_seq_len_is_refused_by_default():
-    message = "`lengths[1]=600` is beyond the last bucket, `seq_len=512`"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_buckets([5, 600], max_tokens=4096, max_seq_len=512)
-
-
-@pytest.mark.parametrize("last", [512, 2**25])
-def test_dropping_every_example_is_refused(last):
-    with pytest.raises(
-        ValueError, match=r"Every example is longer.*Raise `max_seq_len"
-    ):
-        plan_buckets([last + 1], max_tokens=2**26, max_seq_len=last, overlong="drop")
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="`overlong='cut'`: choose 'error', 'drop'"):
-        plan_buckets([5], max_tokens=4096, overlong="cut")
-    with pytest.raises(ValueError, match="`overlong='Drop'`: choose 'error', 'drop'"):
-        plan_buckets([600], max_tokens=4096, max_seq_len=512, overlong="Drop")
+def test_invalid_options_are_refused(name, options):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        plan_buckets([5, 9], **{"max_tokens": 4096, **options})
 
 
 def test_options_may_be_numpy_integers():
@@ -295,16 +220,6 @@ def test_options_may_be_numpy_integers():
         max_seq_len=np.uint16(512),
     )
     assert narrow.buckets == (Bucket(4, 512),)
-
-
-def test_a_budget_beyond_64_bits_is_refused():
-    with pytest.raises(ValueError, match="must be below 2\\*\\*62"):
-        plan_buckets([5], max_tokens=2**63)
-
-
-def test_boundaries_of_an_unknown_type_are_refused():
-    with pytest.raises(ValueError, match="`boundaries=8`: choose one of"):
-        plan_buckets([5], max_tokens=4096, boundaries=8)
 
 
 def test_boundaries_may_be_an_iterator():

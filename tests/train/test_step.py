@@ -625,7 +625,7 @@ def test_skipped_updates_keep_learning_rate_data_and_step_in_line(
     source = make_examples([5] * 72)
     bad_steps = sorted(rng.choice(12, 5, replace=False).tolist())
     lengths = jb.measure_lengths(source, progress=False)
-    plan = jb.plan_buckets(lengths, max_tokens=40, num_buckets=1, max_batch_size=6)
+    plan = jb.plan_buckets(lengths, max_tokens=30, num_buckets=1)
     schedule = jb.BatchSchedule(plan, lengths, order="source")
     for step in bad_steps:
         source[int(schedule[step].rows[2])]["label"] = np.int32(99)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbucket.plan.flow.between import flow_remainders_between
-from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 from jaxbucket.plan.flow.step_sizes import StepSizes
 
 # The number of B with a promoted remainder that are tried, for each number of batches,
@@ -126,7 +125,7 @@ def fitted_between(
     Args:
       sizes: the possible steps of K shapes.
       counts: `[K]` integers, the number of examples in each bucket.
-      dominates: `[K, K]` bool, as for `flow_remainders_between`.
+      dominates: `[K, K]` bool, `above` of `flow_remainders`.
 
     Returns:
       `[K]` int64 rows of a step, and the cost of an epoch.
@@ -165,5 +164,5 @@ def _flow_cost(
 ) -> float:
     """Returns the cost of an epoch with some rows of a step of each bucket."""
     costs = sizes.cost(np.arange(len(rows)), rows)
-    flow = flow_remainders_between(counts, rows, costs, dominates)
+    flow = flow_remainders(counts, rows, costs, above=dominates)
     return float(epoch_cost(flow.batches, costs))

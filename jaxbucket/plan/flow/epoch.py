@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.flow.between import flow_remainders_between
 from jaxbucket.plan.flow.dominance import dominates
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, flow_remainders
 
@@ -49,7 +48,5 @@ def row_flow(
     Raises:
       ValueError: if the policy is unknown.
     """
-    if not plan.sequences:
-        return flow_remainders(counts, batch_sizes, costs, remainder)
-    above = dominates(plan.seq_lens)
-    return flow_remainders_between(counts, batch_sizes, costs, above, remainder)
+    above = dominates(plan.seq_lens) if plan.sequences else None
+    return flow_remainders(counts, batch_sizes, costs, remainder, above)

@@ -1,8 +1,9 @@
 """Remainders: the examples that do not fill the last batch of a bucket.
 
-Bucket k has `n` rows: its own examples, and the examples promoted from bucket k - 1.
-Full batches hold `n // B * B` of them. The remainder is promoted to bucket k + 1, is
-padded to a batch with empty rows, or is dropped from the epoch. The decision depends
+Bucket k has `n` rows: its own examples, and the examples promoted from other buckets.
+Full batches hold `n // B * B` of them. The remainder is promoted as a whole to a bucket
+that holds it, is padded to a batch with empty rows, or is dropped from the epoch. With
+one length, it can only be promoted to the next bucket. The decision depends
 only on the counts, so it is the same in every epoch and on every host.
 """
 
@@ -17,6 +18,7 @@ import numpy as np
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice
+from jaxbucket.plan.flow.between import search_targets
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 
@@ -58,37 +60,76 @@ def flow_remainders(
     batch_sizes: Sequence[int] | np.ndarray,
     costs: Sequence[float] | np.ndarray,
     policy: Remainder = "cheapest",
+    above: np.ndarray | None = None,
 ) -> RowFlow:
     """Returns the rows and batches of an epoch under a policy for remainders.
 
-    "cheapest" is exact: it finds the cheapest of all sequences of promote-or-pad
-    decisions by dynamic programming. Among the sequences that promote the same number
-    of rows from a bucket, only the cheapest can be optimal. There are at most k + 1
-    such numbers after bucket k, so that K buckets need K**2 operations, vectorized over
-    the numbers of a bucket.
+    "cheapest" is exact for a chain of buckets, each of which can take the remainder of
+    the previous one: it finds the cheapest of all sequences of promote-or-pad decisions
+    by dynamic programming. Among the sequences that promote the same number of rows
+    from a bucket, only the cheapest can be optimal. There are at most k + 1 such
+    numbers after bucket k, so that K buckets need K**2 operations, vectorized over the
+    numbers of a bucket. With `above`, it is a search (see `between`), which is exact
+    unless thousands of partial choices remain, and never costs more than the chain,
+    "pad" or "promote".
 
     Example: the fifth of 5 examples does not fill B = 4, and is promoted to fill B = 2.
       >>> flow_remainders([5, 1], batch_sizes=[4, 2], costs=[32, 32]).batches
       array([1, 1])
 
+    Example: two buckets of one example each fill a batch of the third.
+      >>> above = np.array([[0, 0, 1], [0, 0, 1], [0, 0, 0]], bool)
+      >>> flow = flow_remainders([1, 1, 1], [4, 4, 3], [32, 32, 36], above=above)
+      >>> flow.targets, flow.batches
+      (array([ 2,  2, -1]), array([0, 0, 1]))
+
     Args:
       counts: `[K]` integers, the number of examples in each bucket.
       batch_sizes: `[K]` integers, the B of each bucket.
       costs: `[K]` numbers, the cost of a batch of each bucket, for example its B * T.
-      policy: "cheapest"; "promote" to promote every remainder, except in the last
-        bucket; "pad" to pad every remainder; or "drop" to leave out every remainder.
+      policy: "cheapest"; "promote" to promote every remainder, to the bucket with the
+        cheapest rows if there are several; "pad" to pad every remainder; or "drop" to
+        leave out every remainder.
+      above: `[K, K]` bool, whether bucket j can take the remainder of bucket k at
+        `[k, j]`, only later ones can; None for a chain.
 
     Raises:
       ValueError: if the policy is unknown.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))
-    choices: list[str] = [policy] * len(counts)
-    if policy == "cheapest":
-        choices = _cheapest(counts, batch_sizes, np.asarray(costs))
-    elif policy == "promote":
-        choices[-1] = "pad"
-    return _flow(counts, batch_sizes, choices)
+    costs, nowhere = np.asarray(costs), np.full(len(counts), -1)
+    if policy in ("pad", "drop"):
+        return _flow(counts, batch_sizes, nowhere, drop=policy == "drop")
+    if policy == "promote":
+        return _flow(counts, batch_sizes, _promoting(batch_sizes, costs, above))
+    chain = np.append(np.arange(1, len(counts)), -1)
+    if above is None or np.diagonal(above, 1).all():
+        is_padded = np.array(_cheapest(counts, batch_sizes, costs)) == "pad"
+        chain = np.where(is_padded, -1, chain)
+        if above is None:
+            return _flow(counts, batch_sizes, chain)
+        known = [chain]
+    else:
+        known = []
+    known = [nowhere, _promoting(batch_sizes, costs, above), *known]
+    flows = [_flow(counts, batch_sizes, targets) for targets in known]
+    limit = min(epoch_cost(flow.batches, costs) for flow in flows)
+    found = search_targets(counts, batch_sizes, costs, above, limit)
+    if found is not None:
+        flows.insert(0, _flow(counts, batch_sizes, found))
+    return min(flows, key=lambda flow: epoch_cost(flow.batches, costs))
+
+
+def _promoting(
+    batch_sizes: np.ndarray, costs: np.ndarray, above: np.ndarray | None
+) -> np.ndarray:
+    """Returns the bucket to which each bucket promotes its remainder, -1 for none."""
+    size = len(batch_sizes)
+    if above is None:
+        return np.append(np.arange(1, size), -1)
+    rates = np.where(above, costs.astype(np.float64) / batch_sizes, np.inf)
+    return np.where(above.any(axis=1), rates.argmin(axis=1), -1)
 
 
 def _cheapest(
@@ -166,16 +207,19 @@ def filler_bucket(plan: BucketPlan) -> Bucket:
     return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 
 
-def _flow(counts: np.ndarray, batch_sizes: np.ndarray, choices: list[str]) -> RowFlow:
-    columns, carried = [], 0
-    buckets = zip(counts.tolist(), batch_sizes.tolist(), choices, strict=True)
-    for bucket, (count, batch_size, choice) in enumerate(buckets):
-        full, rest = divmod(count + carried, batch_size)
-        batches = full + (rest > 0 and choice == "pad")
-        promoted = rest if choice == "promote" else 0
-        dropped = rest if choice == "drop" else 0
-        rows = count + carried - promoted - dropped
-        target = bucket + 1 if promoted else -1
-        columns.append((count, carried, batches, rows, dropped, target))
-        carried = promoted
-    return RowFlow(*np.array(columns, np.int64).T)
+def _flow(
+    counts: np.ndarray, batch_sizes: np.ndarray, targets: np.ndarray, drop: bool = False
+) -> RowFlow:
+    """Returns the flow if each remainder goes to its target, or is dropped."""
+    columns, carried = [], [0] * len(counts)
+    buckets = zip(counts.tolist(), batch_sizes.tolist(), targets.tolist(), strict=True)
+    for bucket, (count, batch_size, target) in enumerate(buckets):
+        total = count + carried[bucket]
+        full, rest = divmod(total, batch_size)
+        promoted, dropped = rest * (target >= 0), rest * drop
+        if promoted:
+            carried[target] += promoted
+        lost = promoted + dropped
+        target = target if promoted else -1
+        columns.append((full + (rest > lost), total - lost, dropped, target))
+    return RowFlow(counts, np.array(carried), *np.array(columns, np.int64).T)

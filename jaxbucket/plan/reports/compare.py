@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,10 +14,9 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.chains import nested_shapes
-from jaxbucket.plan.costs import unit_of
 from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.joint_plan import fitted_plan, plan_sequences
-from jaxbucket.plan.limits import Limits, check_limits, costed
+from jaxbucket.plan.joint_planner import fitted_plan, plan_sequences
+from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
 from jaxbucket.plan.reports.comparison import (
@@ -29,13 +28,12 @@ from jaxbucket.plan.reports.comparison import (
     by_cost,
 )
 from jaxbucket.plan.reports.epoch import report
-from jaxbucket.plan.sequence_limits import SequenceLimits
 
 
 @bar_if_slow("Comparing plans")
 def compare_plans(
     lengths: Lengths,
-    limits: Limits | SequenceLimits,
+    limits: Limits,
     *,
     num_buckets: int = 8,
     others: Mapping[str, BucketPlan] | None = None,
@@ -55,9 +53,9 @@ def compare_plans(
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
-      limits: the limits of every shape, `SequenceLimits` for several sequences. If they
-        have a `cost_fn` that is not proportional to tokens, the plan of one length that
-        is optimal by tokens is compared too.
+      limits: the limits of every shape. If they have a `cost_fn` that is not
+        proportional to tokens, the plan of one length that is optimal by tokens is
+        compared too.
       num_buckets: the maximum number of shapes of each rule's plan.
       others: name -> a plan to compare with, such as `BucketPlan.from_shapes(...)`.
       remainder: what happens to examples that do not fill a batch: "cheapest" moves
@@ -77,10 +75,11 @@ def compare_plans(
             "`report` for each plan."
         )
     num_buckets = check_positive("num_buckets", num_buckets)
+    limits = limits.of(lengths)
     if isinstance(lengths, Mapping):
-        rules = _sequence_rules(lengths, cast(SequenceLimits, limits), num_buckets)
+        rules = _sequence_rules(lengths, limits, num_buckets)
     else:
-        rules = _rules(check_lengths(lengths), cast(Limits, limits), num_buckets)
+        rules = _rules(check_lengths(lengths), limits, num_buckets)
     plans = rules.plans
     for name, plan in (others or {}).items():
         if name in plans:
@@ -118,7 +117,6 @@ class _Rules(NamedTuple):
 
 
 def _rules(lengths: np.ndarray, limits: Limits, num_buckets: int) -> _Rules:
-    check_limits(limits)
     candidates = limits.candidates(lengths)
     num_buckets = min(num_buckets, len(candidates))
     optimum = Optimum(candidates, num_buckets)
@@ -141,7 +139,7 @@ def _rules(lengths: np.ndarray, limits: Limits, num_buckets: int) -> _Rules:
 
 
 def _sequence_rules(
-    lengths: Mapping[str, ArrayLike], limits: SequenceLimits, num_buckets: int
+    lengths: Mapping[str, ArrayLike], limits: Limits, num_buckets: int
 ) -> _Rules:
     plans = {OPTIMAL: plan_sequences(lengths, limits, num_buckets)}
     planned = limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
@@ -154,21 +152,14 @@ def _sequence_rules(
     return _Rules(plans, None, num_buckets, exact=False)
 
 
-def _costed(plan: BucketPlan, limits: Limits | SequenceLimits) -> BucketPlan:
+def _costed(plan: BucketPlan, limits: Limits) -> BucketPlan:
     """Returns a plan of the user with the costs of the limits."""
-    names = limits.sequences if isinstance(limits, SequenceLimits) else ()
-    if plan.sequences != names:
+    if plan.sequences != limits.sequences:
         raise ValueError(
             f"`others` has a plan of the sequences {list(plan.sequences)}, but the "
-            f"lengths have {list(names)}. Pass plans of the same sequences."
+            f"lengths have {list(limits.sequences)}. Pass plans of the same sequences."
         )
-    if limits.cost_fn is None:
-        return costed(plan, None)
-    if not isinstance(limits, SequenceLimits):
-        return costed(plan, limits.cost_fn)
-    costs = limits.costs(plan.batch_sizes, plan.seq_lens)
-    unit = unit_of(limits.cost_fn)
-    return dataclasses.replace(plan, step_costs=tuple(costs.tolist()), cost_unit=unit)
+    return limits.costed(plan)
 
 
 def _are_proportional(costs: np.ndarray, tokens: np.ndarray) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.table import table_text
+from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import (
     count_shapes,
     format_cost,
@@ -62,7 +62,7 @@ class ComparedPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Record):
     """Plans of the same lengths, the cheapest epoch first.
 
     Plans that drop or truncate different examples than the plans of the rules come
@@ -168,14 +168,6 @@ class Comparison:
             "note": self.note,
             "plans": [compared.to_dict() for compared in self.plans],
         }
-
-    def to_json(self) -> str:
-        """Returns all numbers as one JSON object."""
-        return json.dumps(self.to_dict())
-
-    def __str__(self) -> str:
-        """Returns the table that `jaxbucket compare` prints, as text."""
-        return table_text(self)
 
     def __rich__(self) -> Any:
         """Returns the plans as a `rich` table, for a terminal."""

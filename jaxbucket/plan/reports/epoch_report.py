@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.table import table_text
+from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import format_cost, number_table
 
 
@@ -44,7 +43,7 @@ class BucketReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Record):
     """One epoch of a plan on a set of lengths.
 
     Attributes:
@@ -144,14 +143,6 @@ class Report:
         if self.sequence_tokens:
             numbers["sequence_padding"] = self.sequence_padding
         return numbers
-
-    def to_json(self) -> str:
-        """Returns all numbers as one JSON object."""
-        return json.dumps(self.to_dict())
-
-    def __str__(self) -> str:
-        """Returns the table that `jaxbucket report` prints, as text."""
-        return table_text(self)
 
     def __rich__(self) -> Any:
         """Returns the report as a `rich` table, for a terminal."""

@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ def random_shapes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return lengths, seq_lens, rng.integers(1, 5, len(seq_lens))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_examples_are_in_the_cheapest_shape_that_holds_them(seed, monkeypatch):
     monkeypatch.setattr("jaxbucket.base.assignment._COMPARED", 64)
     lengths, seq_lens, rates = random_shapes(seed)
@@ -34,7 +32,7 @@ def test_examples_are_in_the_cheapest_shape_that_holds_them(seed, monkeypatch):
         assert shape == (min(holding)[1] if holding else -1)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_dominating_shape_is_later(seed):
     _, seq_lens, _ = random_shapes(seed)
     ordered = seq_lens[shape_order(seq_lens)]
@@ -52,14 +50,3 @@ def test_several_plans_are_ordered_at_once():
     orders = shape_order(plans)
     assert [o.tolist() for o in orders] == [shape_order(p).tolist() for p in plans]
     assert dominates(plans).shape == (5, 4, 4)
-
-
-@pytest.mark.exhaustive
-def test_a_million_examples_take_well_under_a_second():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 1000, (1_000_000, 2))
-    seq_lens = np.append(rng.integers(1, 1000, (31, 2)), [[1000, 1000]], axis=0)
-    seq_lens = seq_lens[shape_order(seq_lens)]
-    start = time.process_time()
-    assert cheapest(lengths, seq_lens, seq_lens.sum(axis=1)).min() >= 0
-    assert time.process_time() - start < 1

@@ -65,38 +65,6 @@ def test_with_a_cost_function_the_plan_by_tokens_is_compared_too():
     assert ours.report.padded_tokens >= theirs.report.padded_tokens
 
 
-def test_the_users_plans_get_the_same_cost_function():
-    mine = BucketPlan.from_shapes([(64, 256), (8, 1504)])
-    for cost in (None, TokenCost(100.0)):
-        limits = Limits(**OPTIONS, cost_fn=cost)
-        other = plan_buckets(LENGTHS, cost_fn=TransformerCost(8, 2), **OPTIONS)
-        comparison = compare_plans(
-            LENGTHS, limits, others={"mine": mine, "other": other}
-        )
-        for name in ("mine", "other"):
-            epoch = comparison[name].report
-            tokens = epoch.padded_tokens
-            assert epoch.epoch_cost == pytest.approx(tokens / (100 if cost else 1))
-        assert comparison["mine"].largest_batch == 64 * 256
-
-
-def test_every_plan_is_reported_with_the_given_remainder():
-    padded = compare_plans(LENGTHS, LIMITS, remainder="pad")
-    for compared in padded.plans:
-        expected = report(compared.plan, LENGTHS, remainder="pad")
-        assert compared.report == expected
-
-
-def test_accumulated_batches_are_filled_together():
-    limits = Limits(**OPTIONS, accumulate=4)
-    comparison = compare_plans(LENGTHS, limits, num_buckets=6)
-    for compared in comparison.plans:
-        assert compared.report == report(compared.plan, LENGTHS, accumulate=4)
-    assert comparison.plans[0].name == "optimal"
-    plan = plan_buckets(LENGTHS, num_buckets=6, accumulate=4, **OPTIONS)
-    assert comparison["optimal"].plan == plan
-
-
 def test_the_json_has_every_number():
     comparison = compare_plans(LENGTHS, LIMITS)
     found = json.loads(comparison.to_json())
@@ -113,19 +81,6 @@ def test_dropped_remainders_and_names_of_rules_are_refused():
     for name in ("optimal", "equal tokens", "one shape"):
         with pytest.raises(ValueError, match=f"`others` has a plan '{name}'"):
             compare_plans(LENGTHS, LIMITS, others={name: mine})
-
-
-def test_the_summary_says_whether_the_optimum_is_proven():
-    assert compare_plans(LENGTHS, LIMITS, num_buckets=3).exact
-    comparison = compare_plans(LENGTHS, LIMITS, num_buckets=3, remainder="pad")
-    assert not comparison.exact
-    assert "proven" not in comparison.summary
-
-
-def test_lengths_that_the_users_plan_refuses_are_refused():
-    mine = BucketPlan.from_shapes([(64, 256)])
-    with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=256`"):
-        compare_plans(LENGTHS, LIMITS, others={"mine": mine})
 
 
 # Pictures
@@ -194,19 +149,6 @@ def test_texts_of_a_comparison_stay_inside_and_apart(
     assert figure.axes[3].get_ylabel() == "bytes"
 
 
-@pytest.mark.parametrize(
-    "seconds",
-    [1e-9, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 1e7))],
-)
-@pytest.mark.exhaustive
-def test_texts_of_a_curve_stay_inside_and_apart(seconds, check_texts):
-    limits = Limits(**OPTIONS, cost_fn=TokenCost(1e4 / seconds))
-    curve = plan_curve(LENGTHS, limits, compile_seconds=seconds, num_epochs=3)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    plot_curve(curve, figure)
-    check_texts(figure)
-
-
 def test_additional_plans_are_sorted_by_cost():
     comparison = compare_plans(LENGTHS, LIMITS)
     (second, third) = comparison.plans[1:3]
@@ -228,21 +170,6 @@ def test_additional_plans_are_sorted_by_cost():
     assert json.loads(extended.to_json())["note"] == "A note."
     with pytest.raises(ValueError, match="`plans` have repeated names: "):
         comparison.extended([second])
-
-
-def test_a_comparison_names_the_unit():
-    comparison = compare_plans(LENGTHS, LIMITS).with_unit("bytes")
-    assert json.loads(comparison.to_json())["unit"] == "bytes"
-    assert " bytes. This bound assumes " in comparison.summary
-    assert "(bytes)" in str(comparison)
-    assert comparison.to_dict()["cost_unit"] == "tokens"
-
-
-def test_a_cost_proportional_to_tokens_needs_no_plan_by_tokens():
-    for cost in (None, TokenCost(1e5), lambda b, t: b * t / 7):
-        limits = Limits(**OPTIONS, cost_fn=cost)
-        names = [one.name for one in compare_plans(LENGTHS, limits).plans]
-        assert "optimal by tokens" not in names
 
 
 def test_a_comparison_is_printed_as_a_table():

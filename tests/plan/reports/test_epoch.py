@@ -1,11 +1,8 @@
 import dataclasses
-import io
 import json
-import re
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets, report
 
@@ -102,12 +99,6 @@ def test_moved_examples_are_counted_in_their_new_bucket():
     assert (short.empty_rows, long.empty_rows) == (0, 0)
 
 
-def test_a_report_accepts_lengths_that_the_plan_was_not_made_for():
-    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
-    # 100 rows of one token: 16 full batches, and 4 rows of a 17th or of two longer.
-    assert report(plan, [1] * 100).padding == pytest.approx(1 - 100 / (17 * 60))
-
-
 def test_the_json_has_every_number():
     plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
     epoch = report(plan, [10, 20, 30])
@@ -115,28 +106,6 @@ def test_the_json_has_every_number():
     assert fields == json.loads(json.dumps(epoch.to_dict()))
     assert fields["steps_per_epoch"] == 2
     assert fields["buckets"][1]["seq_len"] == 30
-
-
-def test_the_table_has_a_line_for_every_bucket():
-    lengths = np.random.default_rng(0).integers(1, 100, 500)
-    plan = plan_buckets(lengths, max_tokens=800, num_buckets=4)
-    terminal = io.StringIO()
-    Console(file=terminal, width=100).print(report(plan, lengths))
-    text = terminal.getvalue()
-    for bucket in report(plan, lengths).buckets:
-        assert f"{bucket.batch_size} " in text
-        assert f" {bucket.examples} " in text
-    assert report(plan, lengths).summary.splitlines()[0] in text
-
-
-def test_the_parts_of_the_padding_add_up_to_the_total():
-    plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
-    for seed in range(50):
-        lengths = np.random.default_rng(seed).integers(1, 30, 40 + seed)
-        epoch = report(plan, lengths, remainder="pad")
-        total, *parts = [float(share[:-1]) for share in epoch.padding_shares]
-        assert total == pytest.approx(sum(parts), abs=1e-9)
-        assert parts[0] == pytest.approx(100 * epoch.padding_in_rows, abs=0.11)
 
 
 def test_a_report_is_printed_as_a_table():
@@ -162,31 +131,6 @@ def test_the_summary_counts_dropped_and_truncated_examples():
         assert words in report(plan, [8, 10, 20]).summary
     plan = BucketPlan((Bucket(1, 20),), max_tokens=20)
     assert "too long" not in report(plan, [8, 10, 20]).summary
-
-
-SHAPES = [(4, {"source": 8, "target": 4}), (2, {"source": 16, "target": 8})]
-PAIRS = {"source": [8, 6, 4, 2, 16, 12], "target": [4, 4, 2, 2, 8, 4]}
-
-
-def test_a_report_has_the_padding_of_each_of_several_sequences():
-    epoch = report(BucketPlan.from_shapes(SHAPES), PAIRS)
-    assert epoch.sequence_tokens == {"source": 48, "target": 24}
-    assert epoch.sequence_padding == {"source": 1 - 48 / 64, "target": 1 - 24 / 32}
-    assert "Padding by sequence: 25.0% of source, 25.0% of target." in epoch.summary
-    fields = json.loads(epoch.to_json())
-    assert fields["sequence_tokens"] == epoch.sequence_tokens
-    assert fields["sequence_padding"] == epoch.sequence_padding
-    text = str(epoch)
-    assert ["T of", "T of"] == re.findall("T of", text.splitlines()[0])
-    assert "source  target" in text.splitlines()[1]
-    assert "with T tokens for each sequence. Examples:" in " ".join(text.split())
-
-
-def test_one_length_has_no_padding_by_sequence():
-    epoch = report(BucketPlan((Bucket(2, 4),), max_tokens=8), [3, 4])
-    assert epoch.sequence_tokens is None and epoch.sequence_padding == {}
-    assert "sequence_padding" not in epoch.to_dict()
-    assert "by sequence" not in epoch.summary
 
 
 @pytest.mark.parametrize(
@@ -221,15 +165,6 @@ def test_real_tokens_beyond_the_integers_of_float64_are_exact(overlong, longest)
     if overlong == "truncate":
         expected = int(np.minimum(lengths, size).sum(dtype=np.int64))
     assert report(plan, lengths).real_tokens == expected
-
-
-def test_tokens_of_several_sequences_are_exact():
-    sizes = {"x": 2**30 + 1, "y": 2**30 - 3}
-    lengths = {name: np.full(9_000_001, size) for name, size in sizes.items()}
-    epoch = report(BucketPlan.from_shapes([(1, sizes)]), lengths)
-    tokens = {name: 9_000_001 * size for name, size in sizes.items()}
-    assert epoch.sequence_tokens == tokens
-    assert epoch.real_tokens == sum(tokens.values())
 
 
 @pytest.mark.parametrize(

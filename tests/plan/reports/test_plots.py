@@ -4,7 +4,6 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib import pyplot
-from matplotlib.figure import Figure
 
 from jaxbucket import Bucket, BucketPlan, plan_buckets, report
 from jaxbucket.plan.reports.plots import plot_histogram, plot_lengths, plot_plan
@@ -38,18 +37,6 @@ def test_areas_are_proportional_to_tokens():
     assert real + rest == pytest.approx(whole)
 
 
-def test_dropped_examples_are_not_drawn():
-    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
-    ax = plot_plan(plan, [8, 8, 100])
-    assert area(ax, "real") == pytest.approx(800)
-
-
-def test_lengths_that_the_plan_refuses_cannot_be_drawn():
-    plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
-    with pytest.raises(ValueError, match=r"`lengths\[0\]=9`"):
-        plot_plan(plan, [9])
-
-
 @pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
 def test_a_plan_that_drops_every_example_cannot_be_drawn(plot):
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
@@ -76,15 +63,6 @@ def test_a_histogram_holds_every_token(bins):
     assert ends == plan.boundaries.tolist()
 
 
-def test_a_histogram_puts_each_length_into_its_bar():
-    plan = BucketPlan((Bucket(4, 4), Bucket(2, 8)), max_tokens=16, overlong="truncate")
-    ax = plot_lengths(plan, [1, 2, 4, 4, 5, 8, 50], bins=4)
-    real, padding = ([bar.get_height() for bar in bars] for bars in ax.containers)
-    assert [line.get_xdata()[0] for line in ax.lines] == [4, 8] and ax.get_xlim()[1] > 8
-    assert real == [3, 8, 5, 16]
-    assert padding == [5, 0, 3, 0]
-
-
 @pytest.mark.parametrize("bins", [1, 7, 48, 1000])
 @pytest.mark.parametrize("spread", [1, 2, 500, 100_000])
 def test_a_histogram_of_lengths_holds_every_example_and_token(spread, bins):
@@ -108,38 +86,6 @@ def test_a_histogram_of_lengths_holds_every_example_and_token(spread, bins):
     assert (below.get_xscale() == "log") == (spread > 100)
 
 
-def test_a_histogram_marks_the_lengths_of_the_summary():
-    lengths = np.random.default_rng(0).integers(1, 500, 1000)
-    _, below = plot_histogram(lengths).axes
-    points = np.percentile(lengths, [50, 90, 99], method="inverted_cdf")
-    assert [text.get_text().strip() for text in below.texts] == [
-        f"{share}%: {point}" for share, point in zip((50, 90, 99), points, strict=True)
-    ]
-
-
-EXTREMES = {
-    "no padding": (np.full(1000, 512), {"max_tokens": 8192}),
-    "99% padding": (np.r_[np.ones(5000, int), 1000], {"boundaries": [1000]}),
-    "32 buckets": (np.arange(1, 100_000, 7), {"num_buckets": 32}),
-    "long lengths": (np.arange(1, 100) * 20_000_000, {"num_buckets": 9}),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", EXTREMES)
-def test_labels_do_not_overlap_or_leave_the_figure(name, check_texts):
-    lengths, options = EXTREMES[name]
-    plan = plan_buckets(lengths, **{"max_tokens": 2**31, **options})
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    above, below = figure.subplots(2, 1)
-    plot_lengths(plan, lengths, above)
-    plot_plan(plan, lengths, below)
-    check_texts(figure)
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    plot_histogram(lengths, figure)
-    check_texts(figure)
-
-
 @pytest.mark.parametrize("plot", [plot_plan, plot_lengths])
 @pytest.mark.parametrize("remainder", ["pad", "cheapest", "promote"])
 def test_the_legend_has_the_figures_of_the_report(plot, remainder):
@@ -155,8 +101,3 @@ def test_the_legend_has_the_figures_of_the_report(plot, remainder):
     assert f"padding: {padding} ({in_rows}, {empty})" in legend
     assert "real bytes" in legend
     assert "bytes" in ax.get_ylabel()
-
-
-def test_a_histogram_of_no_lengths_is_refused():
-    with pytest.raises(ValueError, match="`lengths` is empty"):
-        plot_histogram([])

@@ -46,24 +46,6 @@ def test_every_example_that_is_kept_is_in_the_histogram():
     assert cells.get_array().sum() == kept.sum()
 
 
-def test_the_title_has_the_padding_of_the_report():
-    pairs = random_pairs(500, "source", "target")
-    epoch = report(PLAN, pairs, remainder="pad")
-    title = plot_shapes(PLAN, pairs, epoch=epoch).get_title()
-    assert title.startswith(f"2 shapes, {epoch.padding:.1%} padding: ")
-    for name, share in epoch.sequence_padding.items():
-        assert f"{share:.1%} of {name}" in title
-
-
-@pytest.mark.parametrize("num_buckets", [1, 4, 40])
-def test_labels_lie_inside_the_figure_and_do_not_overlap(num_buckets, check_texts):
-    shapes = [(1, {"a": 20 * x, "b": 10 * x}) for x in range(1, num_buckets + 1)]
-    pairs = {"a": np.arange(1, 20), "b": np.arange(1, 20) // 2 + 1}
-    ax = plot_shapes(BucketPlan.from_shapes(shapes), pairs)
-    check_texts(ax.figure)
-    assert f"{num_buckets:>2}  [1, " in ax.texts[-1].get_text()
-
-
 def test_the_bars_are_the_real_and_the_padded_tokens():
     pairs = random_pairs(300, "a", "b", "c")
     plan = plan_buckets(pairs, max_tokens=3000, num_buckets=4)
@@ -76,22 +58,9 @@ def test_the_bars_are_the_real_and_the_padded_tokens():
     assert labels == [f"{epoch.sequence_padding[name]:.1%}" for name in "abc"]
 
 
-def test_the_labels_of_bars_do_not_overlap(check_texts):
-    pairs = random_pairs(300, "prompt", "chosen", "rejected")
-    plan = plan_buckets(pairs, max_tokens=3000, num_buckets=4)
-    check_texts(plot_sequence_padding(report(plan, pairs)).figure)
-
-
 def test_a_plan_without_two_sequences_is_refused():
     plan = BucketPlan((Bucket(1, 8),), max_tokens=8)
     with pytest.raises(ValueError, match=r"sequences \[\], but this plot has an axis"):
         plot_shapes(plan, {})
     with pytest.raises(ValueError, match="examples with one length. Use `plot_plan`"):
         plot_sequence_padding(report(plan, [8]))
-
-
-def test_a_plan_that_drops_every_example_cannot_be_drawn():
-    with pytest.raises(ValueError, match="leaves out every example, so there is"):
-        plot_shapes(PLAN, {"source": [200], "target": [2]})
-    with pytest.raises(ValueError, match="leaves out every example, so there is"):
-        plot_sequence_padding(report(PLAN, {"source": [200], "target": [2]}))

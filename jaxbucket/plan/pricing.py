@@ -1,18 +1,14 @@
-"""The batch size and cost of any shape, from the user's functions."""
+"""The batch size and cost of any shape, from the limits."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxbucket.plan.flow.step_sizes import StepSizes
-
-BatchSizesFn: TypeAlias = Callable[[np.ndarray], np.ndarray]
-CostsFn: TypeAlias = Callable[[np.ndarray, np.ndarray], np.ndarray]
+from jaxbucket.plan.limits import Limits
 
 # A float64 represents integers up to 2**53 exactly.
 _EXACT_BITS = 52
@@ -44,44 +40,34 @@ class Pricing:
     and do not depend on their order.
 
     Attributes:
-      batch_sizes_fn: `[n, Q]` T -> `[n]` the largest allowed B, 0 if none is.
-      costs_fn: `[n]` B and `[n, Q]` T -> `[n]` the cost of a batch.
-      accumulate: the number of batches of the same shape in each step.
-      batch_size_multiple: the number of which every B is a multiple.
-      min_batch_size: the smallest B.
-      sample: whether every B is the largest.
+      limits: the limits of all shapes, and the cost of a step.
       unit: a power of two.
     """
 
-    batch_sizes_fn: BatchSizesFn
-    costs_fn: CostsFn
-    accumulate: int = 1
-    batch_size_multiple: int = 1
-    min_batch_size: int = 1
-    sample: bool = False
+    limits: Limits
     unit: float = 0.0
 
     @property
     def least(self) -> int:
         """The smallest possible B."""
-        multiple = self.batch_size_multiple
-        return -(-self.min_batch_size // multiple) * multiple
+        multiple = self.limits.batch_size_multiple
+        return -(-self.limits.min_batch_size // multiple) * multiple
 
     def __call__(self, seq_lens: np.ndarray) -> Prices:
         """Returns the prices of shapes, `[n, Q]` T."""
-        batch_sizes = np.asarray(self.batch_sizes_fn(seq_lens), np.int64)
+        batch_sizes = self.limits.batch_sizes(seq_lens)
         costs, rates = np.full((2, len(seq_lens)), np.inf)
         slopes = np.zeros(len(seq_lens))
         allowed = np.flatnonzero(batch_sizes > 0)
         most, allowed_lens = batch_sizes[allowed], seq_lens[allowed]
-        costs[allowed] = self.costs_fn(most, allowed_lens)
+        costs[allowed] = self.limits.costs(most, allowed_lens)
         rates[allowed] = costs[allowed] / most
-        least = self.costs_fn(np.full_like(most, self.least), allowed_lens)
+        least = self.limits.costs(np.full_like(most, self.least), allowed_lens)
         rise = np.maximum(costs[allowed] - least, 0)
         slopes[allowed] = rise / np.maximum(most - self.least, 1)
         if self.unit:
             rates = np.maximum(1, np.round(rates / self.unit)) * self.unit
-        steps = self.accumulate
+        steps = self.limits.accumulate
         return Prices(batch_sizes * steps, costs * steps, rates, slopes)
 
     def padded_costs(
@@ -95,24 +81,13 @@ class Pricing:
           costs: the cost of the largest step.
           slopes: how much less a step with one row less costs.
         """
-        multiple = self.batch_size_multiple * self.accumulate
+        limits = self.limits
+        multiple = limits.batch_size_multiple * limits.accumulate
         steps = -(-rows // sizes)
         needed = -(-rows // (np.maximum(steps, 1) * multiple)) * multiple
-        needed = np.maximum(needed, self.least * self.accumulate)
-        needed = sizes if self.sample else needed
+        needed = np.maximum(needed, self.least * limits.accumulate)
+        needed = sizes if limits.sample else needed
         return steps * (costs - slopes * (sizes - needed))
-
-    def sizes(self, seq_lens: np.ndarray, examples: int) -> StepSizes:
-        """Returns the possible steps of allowed shapes, `[n, Q]` T, for examples."""
-        most = np.asarray(self.batch_sizes_fn(seq_lens), np.int64)
-        shape = np.arange(len(most))
-        return StepSizes.of(
-            most,
-            lambda shape, rows: self.costs_fn(rows, seq_lens[shape]),
-            np.full_like(shape, examples),
-            *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
-            sample=self.sample,
-        )
 
     def with_unit(self, seq_lens: np.ndarray, num_examples: int) -> Pricing:
         """Returns a pricing whose unit suits the rates of some shapes, `[n, Q]` T."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxbucket.plan.additions import Choice, Grid
 from jaxbucket.plan.flow.dominance import dominates, shape_order
-from jaxbucket.plan.joint.additions import Choice, Grid
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Prices, Pricing
+from jaxbucket.plan.points import Points
+from jaxbucket.plan.pricing import Prices, Pricing
 
 # How many of the best shapes by full batches are compared with their remainders. With
 # many buckets, fewer are, because the time of each grows with the square of K.

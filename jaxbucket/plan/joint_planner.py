@@ -1,0 +1,238 @@
+"""Plans for examples with several sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.assignment import cheapest
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_positive
+from jaxbucket.base.lengths import lengths_matrix
+from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.plan.chains import nested_shapes
+from jaxbucket.plan.flow.batch_sizes import fitted_between
+from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
+from jaxbucket.plan.flow.epoch import epoch_flow
+from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
+from jaxbucket.plan.histogram import example_counts
+from jaxbucket.plan.joint_search import Search, best_sets
+from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.points import Points
+from jaxbucket.plan.pricing import Pricing
+
+# With more combinations of T, only the rounded-up lengths of examples are possible.
+_MAX_SHAPES = 1 << 16
+# How often B are chosen for the examples of each bucket, and these for the B.
+_ROUNDS = 4
+
+
+def plan_sequences(
+    lengths: Mapping[str, ArrayLike], limits: Limits, num_buckets: int
+) -> BucketPlan:
+    """Returns a plan for examples with several sequences, planned in all of them.
+
+    The buckets come from a local search, which minimizes the cost of an epoch,
+    remainders included.
+
+    Args:
+      lengths: sequence name -> `[N]` integers, one per example.
+      limits: the limits of all shapes, and the cost of a step.
+      num_buckets: the largest number of shapes. Each shape costs one compilation.
+
+    Raises:
+      ValueError: if the lengths are not those of the sequences of `limits`, are empty
+        or not positive integers, or are longer than `max_seq_len` under "error"; or if
+        the budget cannot hold an example.
+    """
+    num_buckets = check_positive("num_buckets", num_buckets)
+    matrix = lengths_matrix(lengths, limits.sequences)
+    planned = limits.planned_lengths(matrix)
+    # The longest examples need the largest shapes.
+    rounded = limits.rounded(planned)
+    needed = rounded[[rounded.sum(axis=1).argmax(), *rounded.argmax(axis=0)]]
+    if num_buckets == 1:
+        needed = rounded.max(axis=0)[None]
+    if limits.must_hold_all:
+        needed = np.append(limits.max_seq_lens(planned)[None], needed, axis=0)
+    limits.check_shapes(needed)
+    starts = [shapes for _, shapes in nested_shapes(planned, limits, num_buckets)]
+    shapes = search_shapes(planned, limits, num_buckets, starts)
+    return _without_unused(fitted_plan(limits, shapes, matrix), limits, matrix)
+
+
+def _without_unused(
+    plan: BucketPlan, limits: Limits, lengths: np.ndarray
+) -> BucketPlan:
+    """Returns a plan without the buckets that have no batches, if it costs no more."""
+    counts = example_counts(plan, lengths)
+    flow = epoch_flow(plan, counts, "cheapest", limits.accumulate)
+    is_used = (flow.batches > 0) | (limits.must_hold_all & is_maximal(plan.seq_lens))
+    if is_used.all():
+        return plan
+    fewer = fitted_plan(limits, plan.seq_lens[is_used], lengths)
+    cost = _epoch_cost(fewer, example_counts(fewer, lengths), limits.accumulate)
+    more = _epoch_cost(plan, counts, limits.accumulate)
+    return fewer if cost <= more else plan
+
+
+def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPlan:
+    """Returns the plan with given T, with B for the examples of each bucket.
+
+    Args:
+      limits: the limits of all shapes, and the cost of a step.
+      seq_lens: `[K, Q]` integers, the T of each sequence.
+      lengths: sequence name -> `[N]` integers, one per example; or `[N, Q]`.
+
+    Raises:
+      ValueError: if a bucket cannot hold a single row, or no bucket holds an example.
+    """
+    matrix = lengths_matrix(lengths, limits.sequences)
+    return with_batch_sizes(limits, seq_lens, lambda plan: example_counts(plan, matrix))
+
+
+def with_batch_sizes(
+    limits: Limits,
+    seq_lens: np.ndarray,
+    counts_fn: Callable[[BucketPlan], np.ndarray],
+) -> BucketPlan:
+    """Returns a plan with B for the rows of each bucket.
+
+    Examples may change their bucket with the cost of a row, and so with B.
+
+    Args:
+      limits: the limits of all shapes, and the cost of a step.
+      seq_lens: `[K, Q]` integers, the T of each sequence.
+      counts_fn: plan -> `[K]` integers, the rows that each bucket is assigned.
+    """
+    plans, costs = [limits.plan(seq_lens)], []
+    for _ in range(_ROUNDS):
+        counts = counts_fn(plans[-1])
+        costs.append(_epoch_cost(plans[-1], counts, limits.accumulate))
+        plan = limits.plan(seq_lens, counts)
+        if plan == plans[-1]:
+            break
+        plans.append(plan)
+    return min(zip(costs, plans, strict=False), key=lambda pair: pair[0])[1]
+
+
+def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
+    batches = epoch_flow(plan, counts, "cheapest", accumulate).batches
+    return epoch_cost(batches, plan.costs * accumulate)
+
+
+def plan_sequences_at(
+    boundaries: Sequence[Mapping[str, int]],
+    lengths: Mapping[str, ArrayLike],
+    limits: Limits,
+) -> BucketPlan:
+    """Returns the plan with given T, and B for the examples of each bucket.
+
+    Args:
+      boundaries: the T of each bucket, by sequence name.
+      lengths: sequence name -> `[N]` integers, one per example.
+      limits: the limits of all shapes, and the cost of a step.
+
+    Raises:
+      ValueError: if there are no boundaries, one is not a mapping with a T for each
+        sequence, or no bucket holds an example.
+    """
+    rows = []
+    for boundary in boundaries:
+        sizes = checked_size("boundaries", boundary)
+        if not isinstance(sizes, Sizes) or tuple(sizes) != limits.sequences:
+            raise ValueError(
+                f"`boundaries` contains {boundary!r}. Pass a mapping with a T for each "
+                f"of {list(limits.sequences)}."
+            )
+        rows.append(list(sizes.values()))
+    if not rows:
+        raise ValueError("`boundaries` is empty. Pass the T of at least one bucket.")
+    return fitted_plan(limits, np.array(rows, np.int64), lengths)
+
+
+def search_shapes(
+    lengths: np.ndarray,
+    limits: Limits,
+    num_buckets: int,
+    starts: Iterable[np.ndarray] = (),
+) -> np.ndarray:
+    """Returns at most K shapes for which an epoch is as cheap as possible.
+
+    Every example is in the cheapest shape that holds it. B of each shape and remainders
+    are those of `fitted_between`. This is a local search, and if there are few sets of
+    shapes, it also compares all of them.
+
+    Example: two shapes for four pairs of lengths, by tokens.
+      >>> lengths = np.array([[2, 8], [8, 2], [3, 7], [8, 8]])
+      >>> search_shapes(lengths, Limits(sequences=("a", "b"), max_tokens=22), 2)
+      array([[3, 8],
+             [8, 8]])
+
+    Args:
+      lengths: `[N, Q]` positive integers, the lengths of the sequences of each example,
+        as `limits.planned_lengths` returns them.
+      limits: the limits of all shapes, and the cost of a step.
+      num_buckets: K, the largest number of shapes.
+      starts: the T of shapes that hold all examples, `[K, Q]` each, from which the
+        search also starts. The last one is the longest.
+
+    Returns:
+      `[K, Q]` int64, the T of each shape, in the order of a plan.
+
+    Raises:
+      ValueError: if no K shapes that are allowed hold all examples.
+    """
+    last = limits.max_seq_lens(lengths)
+    points = Points.of(lengths, limits.multiples, last, _MAX_SHAPES)
+    pricing = Pricing(limits)
+    pricing = pricing.with_unit(points.seq_lens(points.indices), len(lengths))
+    problem = Search(points, pricing, num_buckets, limits.must_hold_all)
+    choices = itertools.chain(problem.choices(list(starts)), best_sets(problem))
+    plans = [_evaluated(problem, limits, x) for x in choices]
+    if not plans:
+        raise ValueError(_uncovered_message(problem))
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+def _evaluated(
+    problem: Search, limits: Limits, seq_lens: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Returns the cost of an epoch with shapes, `[K, Q]` T, and those that are used."""
+    points = problem.points
+    seq_lens = seq_lens[shape_order(seq_lens)]
+    lengths = points.seq_lens(points.indices)
+    shapes = cheapest(lengths, seq_lens, Pricing(limits)(seq_lens).rates)
+    counts = np.bincount(shapes, points.counts, len(seq_lens)).astype(np.int64)
+    batch_sizes = limits.batch_sizes(seq_lens)
+    sizes = limits.sizes(seq_lens, batch_sizes, np.full_like(batch_sizes, counts.sum()))
+    above = dominates(seq_lens)
+    rows, cost = fitted_between(sizes, counts, above)
+    costs = sizes.cost(np.arange(len(rows)), rows)
+    flow = flow_remainders(counts, rows, costs, above=above)
+    used = flow.counts + flow.carried > 0
+    if problem.must_hold_all:
+        used[-1] = True
+    return cost, seq_lens[used]
+
+
+def _uncovered_message(problem: Search) -> str:
+    """Returns the error message if no shapes hold all examples."""
+    points = problem.points
+    frontier = points.seq_lens(points.frontier())
+    alone = problem.pricing(frontier).rates
+    if not np.isfinite(alone).all():
+        shape = frontier[int(np.argmin(np.isfinite(alone)))].tolist()
+        return (
+            f"`max_tokens` allows no batch of the shape {shape}, but an example needs "
+            "it. Raise `max_tokens`, or drop or truncate the example."
+        )
+    return (
+        f"`num_buckets={problem.num_buckets}`: no choice of so few shapes was found "
+        "that holds all examples, because the budget excludes the longest shapes. "
+        "Raise `num_buckets` or the budget."
+    )
