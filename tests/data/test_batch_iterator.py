@@ -94,7 +94,7 @@ OTHERS = {
     "transform": ({"transform": add_one}, "transform None -> .*add_one"),
     "micro-batches": (
         {"schedule": schedule_of(accumulate=2)},
-        "accumulate absent -> 2",
+        "accumulate 1 -> 2",
     ),
     "mixture": ({"source": PAIR, "schedule": mixture_of(1)}, "schedule"),
     "first step": ({"start_step": 2}, "`start_step=2` differs from the 0 of the stat"),
