@@ -383,6 +383,17 @@ def test_epochs_whose_tokens_exceed_64_bits_are_counted():
     assert epoch.buckets[0].token_share == 1
 
 
+def test_a_bucket_whose_tokens_exceed_64_bits_is_refused():
+    with pytest.raises(ValueError, match=r"`batch_size=\d+` rows of `seq_len=2`"):
+        Bucket(2**61, 2)
+
+
+@pytest.mark.parametrize("dtype", ["m8[s]", "M8[D]"])
+def test_lengths_with_a_time_dtype_are_refused(dtype):
+    with pytest.raises(ValueError, match="`lengths` has dtype .* represents time"):
+        plan_buckets(np.array([3, 4], dtype), max_tokens=8)
+
+
 def test_rows_too_long_for_packing_are_refused():
     with pytest.raises(ValueError, match=r"`max_seq_len=67108928` exceeds 67108864"):
         plan_packing([2**26 + 1], max_tokens=2**40, seq_len_multiple=64)
