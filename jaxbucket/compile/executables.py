@@ -101,6 +101,7 @@ class Executables:
         )
         try:
             header, body = _read(path)
+            costs = ProgramReport(**header["report"])
             stages = [
                 load(code, jax.tree.structure(stage.args_info), stage.out_tree)
                 for code, stage in zip(
@@ -115,14 +116,14 @@ class Executables:
             return None
         self._has_loaded = True
         executable = lowered.join(*stages) if hasattr(lowered, "join") else stages[0]
-        costs = header["report"] | {
-            "name": report.name,
-            "label": report.label,
-            "source": "loaded",
-            "trace_seconds": report.trace_seconds,
-            "load_seconds": time.perf_counter() - start,
-        }
-        return executable, ProgramReport(**costs)
+        return executable, dataclasses.replace(
+            costs,
+            name=report.name,
+            label=report.label,
+            source="loaded",
+            trace_seconds=report.trace_seconds,
+            load_seconds=time.perf_counter() - start,
+        )
 
     def save(
         self, path: pathlib.Path, lowered: Any, executable: Any, report: ProgramReport
@@ -162,14 +163,15 @@ class Executables:
         ]
         headers = []
         for path in others:
-            with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-                file.readline()
-                headers.append(json.loads(file.readline()))
-        names = set(self._saved.values())
-        why = _difference(
-            [x for x in headers if x["process"] == 0 and x["report"]["name"] in names],
-            self._facts,
-        )
+            # Files that are damaged, or not ours, explain nothing.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                with path.open("rb") as file:
+                    file.readline()
+                    header = json.loads(file.readline())
+                name, is_first = header["report"]["name"], header["process"] == 0
+                if is_first and name in self._saved.values() and header["facts"]:
+                    headers.append(header)
+        why = _difference(headers, self._facts)
         if why:
             _log_once(f"{self._folder} has none of this job's programs, only {why}.")
 
@@ -212,7 +214,8 @@ def _description(lowered: jax.stages.Lowered) -> list[Any]:
     # The text leaves unused arguments out, and does not name the others.
     arguments = functions['"main"'].regions[0].blocks[0].arguments
     names = [str(argument.location) for argument in arguments]
-    shapes = [f"{x} {x.weak_type}" for x in jax.tree.leaves(lowered.in_avals)]
+    # With weak types, and which arguments are donated.
+    shapes = [repr(x) for x in jax.tree.leaves(lowered.args_info)]
     # jax has no public access to the compiler options of `jax.jit`.
     inner = getattr(lowered, "_lowering", None)
     options = str(getattr(inner, "_compiler_options_kvs", None))

@@ -104,13 +104,17 @@ def _read_table(
     try:
         dataset = _dataset(path, suffix)
         names = _chosen(path, dataset.schema.names, columns)
-        if suffix in (".csv", ".tsv") and all(x.isdecimal() for x in names):
+        is_text = suffix in (".csv", ".tsv")
+        if is_text and all(map(_is_number, names)):
             raise ValueError("it has numbers instead of a header with column names")
         parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
         row = 0
         for batch in _batches(dataset, names):
             for name in names:
-                lengths = _lengths_of(batch.column(name), name, row, unit)
+                values = batch.column(name)
+                if is_text and pyarrow.types.is_binary(values.type):
+                    raise ValueError(f"column {name!r} has text that is not UTF-8")
+                lengths = _lengths_of(values, name, row, unit)
                 parts[name].append(lengths)
             row += len(batch)
     except (OSError, pyarrow.ArrowException) as error:
@@ -167,9 +171,14 @@ def _lengths_of(values: Any, name: str, first: int, unit: Unit | None) -> np.nda
                 "not clear. Pass module:function, a function that counts them."
             )
         values = compute.call_function("list_value_length", [values])
+    elif unit and not _is_text(kind):
+        raise ValueError(
+            f"column {name!r} has values of {kind}, not the text that `unit={unit!r}` "
+            "measures. Leave the unit out, or store them as text."
+        )
     elif types.is_binary(kind) or types.is_large_binary(kind):
         values = compute.call_function("binary_length", [values])
-    elif types.is_string(kind) or types.is_large_string(kind):
+    elif _is_text(kind):
         values = _text_lengths(values, name, unit)
     elif not types.is_integer(kind):
         raise ValueError(
@@ -185,12 +194,27 @@ def _lengths_of(values: Any, name: str, first: int, unit: Unit | None) -> np.nda
     return lengths
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
 def _text_lengths(values: Any, name: str, unit: Unit | None) -> Any:
     from pyarrow import compute
 
     if unit is None:
+        first = values.to_pylist()[:1]
         raise ValueError(
-            f"column {name!r} has text, not lengths: {values[0].as_py()[:40]!r}. "
+            f"column {name!r} has text, not lengths: {str(first)[1:41]}. "
             f"Measure it with `--unit` {', '.join(UNITS)}."
         )
     if unit == "words":

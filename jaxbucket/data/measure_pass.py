@@ -139,6 +139,9 @@ class PassOptions:
 
     def run(self, measure: Measurement, start: int, stop: int) -> np.ndarray:
         """Returns the numbers of the examples `start <= index < stop`."""
+        if start == stop:
+            # There are more processes than examples.
+            return np.empty(0, measure.dtype)
         spans = self._spans(measure, start, stop)
         stored: dict[Span, Any] = {span: self._read(measure, span) for span in spans}
         missing = [span for span, values in stored.items() if values is None]

@@ -34,6 +34,11 @@ _SECONDS_TO_EXIT = 5.0
 _SECONDS_TO_FLUSH = 1.0
 # Seconds after the timeout in which jax ends this process.
 _SECONDS_FOR_JAX = 10
+# The text of an error of communication: a status code, and a word.
+_COMMUNICATION = re.compile(
+    "[A-Z_]+: .*(gloo|nccl|peer|connection|coordination|heartbeat|collective)",
+    re.IGNORECASE | re.DOTALL,
+)
 # The store ends with process 0. The others read its error first.
 _SECONDS_TO_READ = 2.0
 # Python handles no signals while it waits for the store.
@@ -44,7 +49,8 @@ class Processes:
     """The processes of a run: a context manager around everything that it does.
 
     A process that raises an error within the context prints it and exits within 5 s
-    after the error has left the context, even if the error is caught there. jax's
+    after the error has left the context, even if the error is caught there. (An error
+    of communication waits for jax to name a lost process first.) jax's
     coordination service notices that a process has ended or is suspended, and ends all
     others after `timeout` seconds with a message that names it. SIGTERM is jax's
     preemption notice, which `StopRequest` handles. A single process runs as it would
@@ -192,15 +198,17 @@ class Processes:
     def _report(self, error: BaseException) -> None:
         """Prints an error of this process, or the one of another that has caused it."""
         reason = f"process {self.index} raised {type(error).__name__}: {error}"
-        if _is_of_runtime(error):
+        reported = None
+        if _may_be_of_another(error):
             # The loss of another process may have caused it. Its own report comes
             # immediately; if it was killed, jax ends this process after the timeout.
             traceback.print_exception(error)
             _print(f"{reason}. Waiting to find out whether another process is lost.")
-            reason = self._reported(self._timeout + _SECONDS_FOR_JAX) or reason
-        else:
+            reported = self._reported(self._timeout + _SECONDS_FOR_JAX)
+        if reported is None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self.store.set("failure", reason)
+        reason = reported or reason
         _print(f"Process {self.index} is exiting: {reason}")
         if self.index == 0:
             time.sleep(_SECONDS_TO_READ)
@@ -292,11 +300,11 @@ class Processes:
             )
 
 
-def _is_of_runtime(error: BaseException) -> bool:
-    """Returns whether XLA or its communication raised an error."""
-    # Both types occur; the text starts with a status code, such as "UNKNOWN: ".
+def _may_be_of_another(error: BaseException) -> bool:
+    """Returns whether the loss of another process may have caused an error of jax."""
+    # Both types occur, with texts such as "UNKNOWN: Gloo all-reduce failed".
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
-    return is_of_jax and re.match("[A-Z_]+: ", str(error)) is not None
+    return is_of_jax and _COMMUNICATION.match(str(error)) is not None
 
 
 def _print(message: str) -> None:

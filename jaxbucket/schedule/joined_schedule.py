@@ -156,7 +156,9 @@ class JoinedSchedule(Schedule):
 
     def before(self, step: int) -> Schedule:
         begun = {s: x for s, x in self.schedules.items() if s < max(step, 1)}
-        return JoinedSchedule(begun) if len(begun) > 1 else self._phases[0]
+        last = max(begun)
+        begun[last] = begun[last].before(step - last)
+        return JoinedSchedule(begun) if len(begun) > 1 else begun[last]
 
     def config(self) -> dict[str, Any]:
         schedules = self.schedules.items()

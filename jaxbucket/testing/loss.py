@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from jaxbucket.base.batch import Batch
+from jaxbucket.base.checks import check_choice
 from jaxbucket.testing.batches import shorten
 from jaxbucket.testing.variants import (
     PaddedFeatures,
@@ -100,7 +101,8 @@ def check_loss(
       batch: a real batch of numpy or jax arrays, padded or packed, with at least two
         rows that contain examples. A small batch is enough.
       mode: the mode of the steps. With "jit", a loss is given the whole batch, so it
-        may use other rows and change variables, and is not called with halves.
+        may use other rows and change variables. It is not called with halves then,
+        so a loss that returns a mean is not detected.
       seed: the seed of the rows' keys; None to call the loss with `keys=None`, as in
         evaluation.
       sequences: the features that are padded, by default all of shape `[B, T, ...]`,
@@ -118,6 +120,7 @@ def check_loss(
         feature of several sequences with the same T are not known, or if the loss
         breaks the contract.
     """
+    check_choice("mode", mode, get_args(Mode))
     batch = _checked_batch(batch)
     num_rows = batch.bucket.batch_size
     rows = np.arange(num_rows)

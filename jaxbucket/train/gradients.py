@@ -52,8 +52,7 @@ def gradient_sums(
         def call(state: TrainState) -> tuple[Any, Metrics, Values]:
             model = state.model
             loss_sum, sums, returned = checked_loss(loss_fn, model, batch, keys)
-            if updates_variables:
-                warn_if_not_returned(state.variables, returned)
+            warn_if_not_returned(state.variables, returned)
             return loss_sum, sums, values_after(state.variables, model, returned)
 
         def loss(

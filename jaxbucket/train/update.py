@@ -63,8 +63,8 @@ def updater(
             old_variables = {path: old_variables[path] for path in new_variables}
             skipped = ~all_finite(
                 (updates, scalars),
-                (opt_state, new_variables),
-                (state.opt_state, old_variables),
+                (params, opt_state, new_variables),
+                (state.params, state.opt_state, old_variables),
             )
             params = jax.tree.map(
                 functools.partial(jnp.where, skipped), state.params, params
