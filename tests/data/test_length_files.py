@@ -96,6 +96,8 @@ def test_long_lines_and_many_rows_are_read(write):
         ("a.csv", "m\n1\n2.5\n", "double"),
         ("a.csv", "m\nab\n", "--unit"),
         ("a.csv", "5\n3\n4\n", "header"),
+        ("a.csv", " 5\n3\n4\n", "header"),
+        ("a.csv", b"m\ncaf\xe9\n", "not UTF-8"),
         ("a.csv", "n\n3\n4\n", "no column 'm'"),
         ("a.csv", "m,n\n1,2\n3\n", "Expected 2 columns"),
         ("a.csv", "", "Empty"),
@@ -119,6 +121,13 @@ def test_files_without_lengths_are_refused(write, name, text, shown):
     with pytest.raises(ValueError, match=shown) as error:
         read_lengths(path, () if shown == "header" else ["m"])
     assert str(path) in str(error.value)
+
+
+def test_a_unit_measures_text_only(write):
+    # pyarrow reads digits as numbers.
+    path = write("a.csv", "m\n12\n1984\n")
+    with pytest.raises(ValueError, match="`unit='words'`"):
+        read_lengths(path, ["m"], "words")
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.jsonl"])

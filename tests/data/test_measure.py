@@ -157,6 +157,21 @@ def test_a_process_measures_a_share_of_difficulties(tmp_path):
         np.testing.assert_array_equal(np.concatenate(parts), lengths_of(1000))
 
 
+def test_there_may_be_more_processes_than_examples(tmp_path):
+    for cache in ({}, {"cache": tmp_path, "cache_key": "1"}):
+        parts = [
+            measure_difficulty(
+                [{"x": [1]}, {"x": [2, 3]}],
+                lambda example: len(example["x"]),
+                processes=Group(index, 4),
+                progress=False,
+                **cache,
+            )
+            for index in range(4)
+        ]
+        assert np.concatenate(parts).tolist() == [1, 2]
+
+
 @pytest.mark.exhaustive
 def test_processes_measure_lengths_together(launch, tmp_path):
     code = f"""

@@ -208,6 +208,10 @@ def test_phases_nest():
     assert [outer.epoch_start(x) for x in range(5)] == [
         flat.epoch_start(x) for x in range(5)
     ]
+    # A run of the inner schedule may get a change later.
+    changed = JoinedSchedule({0: inner, 5000: first})
+    for step in (0, 1, len(first), len(first) + 1, 5000):
+        assert changed.before(step).fingerprint == inner.before(step).fingerprint
 
 
 def test_examples_may_be_added_at_a_later_step():
