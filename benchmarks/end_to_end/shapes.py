@@ -100,9 +100,8 @@ def limits_of(limits: policies.Limits) -> jb.Limits:
 def plan(
     lengths: np.ndarray, limits: jb.Limits, num_buckets: int, boundaries: Any
 ) -> jb.BucketPlan:
-    fields = {f.name: getattr(limits, f.name) for f in dataclasses.fields(limits)}
-    return jb.plan_buckets(
-        lengths, num_buckets=num_buckets, boundaries=boundaries, **fields
+    return jb.plan.plan_within(
+        lengths, limits, num_buckets=num_buckets, boundaries=boundaries
     )
 
 
