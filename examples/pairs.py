@@ -1,8 +1,7 @@
 """Trains encoders of queries and documents, so that each query finds its document.
 
     python examples/pairs.py
-    XLA_FLAGS=--xla_force_host_platform_device_count=2 python examples/pairs.py \\
-        --mode shard_map
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 python examples/pairs.py
 
 Queries are the first lines of docstrings in Python's standard library, and documents
 are the functions without them. The other documents of a batch are the negatives, from
@@ -78,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--num-buckets", type=int, default=5)
-    parser.add_argument("--mode", default="jit", help="jit, shard_map or pmap")
     args = parser.parse_args(argv)
 
     source = make_source()
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = jb.MeshLoader(source, schedule, mesh, num_steps=args.steps)
     model, tx = Encoders(args.width, nnx.Rngs(0)), optax.adam(3e-3)
     state = jb.create_state(model, tx, mesh)
-    step_fn = jb.make_train_step(loss_fn, tx, mesh, mode=args.mode)
+    step_fn = jb.make_train_step(loss_fn, tx, mesh)
     train_step = jb.compile_steps(step_fn, state, batches.specs)
     recent = []
     for step, batch in enumerate(batches, 1):

@@ -684,7 +684,7 @@ def test_a_loss_may_change_any_variables():
         return jnp.sum(x, where=batch.mask), batch.num_tokens
 
     batch = collate_rows([{"x": [1.0, 2.0]}, {"x": [3.0]}], Bucket(2, 4))
-    check_loss(loss, Counting(), batch)
+    check_loss(loss, Counting(), batch, mode="jit")
 
 
 def test_a_convolution_over_padding_is_reported():

@@ -228,7 +228,7 @@ def test_devices_that_do_not_divide_a_batch_are_refused(jsonl):
     ("options", "message"),
     [
         ("--policy dynamic --devices 8", "`batch_size=4` cannot be split into 8 equal"),
-        ("--max-tokens 32", "`max_tokens=32` holds 0 rows"),
+        ("--max-tokens 32", "`max_tokens=32`"),
         ("--max-tokens 32", "Raise `max_tokens` to 256"),
     ],
 )

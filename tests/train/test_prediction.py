@@ -420,7 +420,7 @@ def test_every_process_has_all_outputs_in_order(launch):
     assert run.status == 0, run.output
     assert run.recorded(0) == run.recorded(1)
     recorded = run.recorded(0)
-    refused = [line for line in recorded if "The processes have different" in line]
+    refused = [line for line in recorded if "`batches` of process" in line]
     assert len(refused) == 3
     *predicted_on, last = (line for line in recorded if line not in refused)
     assert len(predicted_on) == 3

@@ -920,7 +920,7 @@ def test_a_tokens_share_of_the_mean_does_not_underflow():
 def test_single_precision_gradients_equal_those_of_the_sum_bit_for_bit(
     mode, monkeypatch
 ):
-    def unscaled_sums(loss_fn, rules):
+    def unscaled_sums(loss_fn, *, updates_variables):
         def sums(state, batch, keys):
             def loss(params):
                 loss_sum, sums, _ = checked_loss(loss_fn, params, batch, keys)
