@@ -4,9 +4,10 @@
     python benchmarks/faults.py --faults 3 --processes 2 --json
 
 After each fault, all other processes must end within the timeout and 15 seconds, and
-the output, jax's or ours, must name the lost process. The run is resumed with a random
-number of processes until it is complete. Its batches must equal the batches of a run
-without faults. The benchmark requires Linux, because it finds the processes in /proc.
+the output of each, jax's or ours, must name the lost process. The run is resumed with a
+random number of processes until it is complete. Its batches must equal the batches of a
+run without faults. The benchmark requires Linux, because it finds the processes in
+/proc.
 """
 
 import argparse
@@ -152,7 +153,10 @@ def run_with_fault(
         # The run ended before the fault.
         return None
     printed = (folder / "output").read_text()
-    named = names(printed, victim)
+    named = all(
+        names("\n".join(re.findall(rf"^\[{i}\] (.*)", printed, re.M)), victim)
+        for i in set(pids) - {victim}
+    )
     if not passed or not named:
         print(printed, file=sys.stderr)
     return {
@@ -171,7 +175,7 @@ def names(output: str, victim: int) -> bool:
     # jax names its service instead of process 0, which runs it.
     of_jax = "remote target coordination_service|RPC: /xla.coordination"
     if victim:
-        of_jax = rf"unhealthy[^:]*:\n(\[\d+\] )?{victim}\b"
+        of_jax = rf"unhealthy[^:]*:\n{victim}\b"
     return bool(re.search(f"process {victim} raised|{of_jax}", output))
 
 

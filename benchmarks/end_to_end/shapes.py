@@ -65,9 +65,6 @@ class Planned:
     def from_json(cls, text: str) -> "Planned":
         plan = jb.BucketPlan.from_json(text)
         fields = json.loads(text).get("notes")
-        if isinstance(fields, dict):
-            # Older plans lack this field.
-            fields = {"packed": False, **fields}
         if not isinstance(fields, dict) or fields.keys() != _OTHER_FIELDS:
             raise ValueError("The plan does not have the options that determined it.")
         return cls(plan, **fields)

@@ -174,7 +174,7 @@ def _lengths_of(values: Any, name: str, first: int, unit: Unit | None) -> np.nda
     elif unit and not _is_text(kind):
         raise ValueError(
             f"column {name!r} has values of {kind}, not the text that `unit={unit!r}` "
-            "measures. Leave the unit out, or store them as text."
+            "measures. Leave the unit out, or store text as json lines or parquet."
         )
     elif types.is_binary(kind) or types.is_large_binary(kind):
         values = compute.call_function("binary_length", [values])

@@ -23,7 +23,7 @@ from jaxbucket.train.prediction_epoch import check_epoch, run_epoch
 from jaxbucket.train.prediction_outputs import OutputSequences
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
-    EVALUATES,
+    EVALUATION_REMEDY,
     Values,
     check_parameters,
     check_variables,
@@ -86,7 +86,7 @@ def make_predict_step(
 
         outputs, new = call(checked_state(state))
         check_parameters(state, new, lambda x: call(x)[1])
-        check_variables(state, new, lambda x: call(x)[1], EVALUATES)
+        check_variables(state, new, lambda x: call(x)[1], EVALUATION_REMEDY)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
     @record_arguments

@@ -28,7 +28,7 @@ from jaxbucket.train.pmap import PmapStep
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.update import updater
 from jaxbucket.train.variables import (
-    EVALUATES,
+    EVALUATION_REMEDY,
     Values,
     check_parameters,
     check_variables,
@@ -211,7 +211,7 @@ def make_eval_step(
 
         sums, new = call(checked_state(state))
         check_parameters(state, new, lambda x: call(x)[1])
-        check_variables(state, new, lambda x: call(x)[1], EVALUATES)
+        check_variables(state, new, lambda x: call(x)[1], EVALUATION_REMEDY)
         return sums, ()
 
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)

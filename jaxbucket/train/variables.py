@@ -25,11 +25,11 @@ Values: TypeAlias = dict[str, jax.Array]
 
 _BATCH_STATS = "batch_stats"
 # Remedies for what a model must not change.
-_IS_PARAMETER = (
+_PARAMETER_REMEDY = (
     "It is a parameter, which only the optimizer changes. Make it a variable of "
     "another type than `nnx.Param`."
 )
-EVALUATES = (
+EVALUATION_REMEDY = (
     "Models are fixed in evaluation and prediction. Use the running averages of "
     "batch statistics and no dropout there (in a loss, if `keys is None`): call "
     "`model.eval()` on an NNX model, or `BatchNorm(use_running_average=True)`."
@@ -103,7 +103,7 @@ def check_parameters(
         been passed on, as by `nnx.remat`.
     """
     if state.graphdef is not None:
-        _check_unchanged(state, ("params", "frozen"), new, call, _IS_PARAMETER)
+        _check_unchanged(state, ("params", "frozen"), new, call, _PARAMETER_REMEDY)
 
 
 def check_variables(
@@ -141,8 +141,8 @@ def warn_if_not_returned(variables: Any, returned: Any) -> None:
     if returned is None and isinstance(variables, dict) and _BATCH_STATS in variables:
         warnings.warn(
             "`loss_fn` does not return the batch statistics, which therefore stay as "
-            "they are. Return `(loss_sum, weight, sums, variables)`, with {} as "
-            "variables if this is intended.",
+            "they are. Return `(loss_sum, weight, sums, variables)`, which needs "
+            "`mode='jit'` if they change, or {} as variables if this is intended.",
             stacklevel=2,
         )
 

@@ -144,4 +144,6 @@ def test_all_processes_name_the_difference(folder, tmp_path, differ):
         check=False,
     )
     assert run.returncode == 1
-    assert run.stdout.count(DIFFERENCES[differ]) >= 2
+    for index in range(2):
+        lines = [x for x in run.stdout.splitlines() if x.startswith(f"[{index}] ")]
+        assert any(DIFFERENCES[differ] in line for line in lines), run.stdout
