@@ -92,13 +92,13 @@ class Search:
         # `[G]`: the least cost of a row that is promoted from a bucket.
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
-    def improve(self, known: np.ndarray) -> np.ndarray:
+    def improve(self, known: np.ndarray, limit: int) -> np.ndarray:
         """Returns the best choice, or `known` if no cheaper choice is found.
 
         Args:
           known: `[K]` increasing indices of candidates, including the last one.
+          limit: the cost of their epoch.
         """
-        limit = self.problem.epoch_cost(known)
         zero = np.zeros(1, np.int64)
         levels = [_States(zero - 1, zero, zero, zero)]
         for left in reversed(range(len(self.bounds) - 1)):

@@ -62,7 +62,7 @@ class Problem:
             below=below,
             beyond=_rounded(below[-1] - below, sizes.multiple),
             sizes=sizes,
-            rates=np.minimum.accumulate(sizes.row_costs().min(axis=1)[::-1])[::-1],
+            rates=sizes.rates(),
             scale=scale,
         )
 

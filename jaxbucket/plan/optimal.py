@@ -16,6 +16,7 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import RULES, Candidates
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.dense import evenly_dense, improved, near
+from jaxbucket.plan.flow.batch_sizes import Fit
 from jaxbucket.plan.lower_bound import (
     INFINITE,
     Problem,
@@ -136,20 +137,34 @@ class Optimum:
         for number in sorted({fewer, size}):
             best = self._search(best, number)
         best = self._indices[best]
+        fit = self._candidates.fit(best)
         if not self.exact:
-            by_rule = [rule(self._candidates, num_buckets) for rule in RULES.values()]
-            best = min([best, *by_rule], key=self._candidates.epoch_cost)
+            best, fit = self._cheapest_rule(num_buckets, best, fit)
         # A bucket may promote all its rows.
-        is_used = self._candidates.fit(best).steps > 0
+        is_used = fit.steps > 0
         is_used[-1] = True
         return best[is_used]
+
+    def _cheapest_rule(
+        self, num_buckets: int, best: np.ndarray, fit: Fit
+    ) -> tuple[np.ndarray, Fit]:
+        """Returns a choice and its steps, or those of a cheaper heuristic rule."""
+        candidates, rates = self._candidates, self._candidates.sizes.rates()
+        for rule in RULES.values():
+            chosen = rule(candidates, num_buckets)
+            # Mostly, even full batches cost more.
+            if candidates.counts(chosen) @ rates[chosen] < fit.cost:
+                other = candidates.fit(chosen)
+                if other.cost < fit.cost:
+                    best, fit = chosen, other
+        return best, fit
 
     def _search(self, best: np.ndarray, num_buckets: int) -> np.ndarray:
         """Returns a better choice if one of several, ever wider searches finds one."""
         problem = self._problem
         # The work that the bounds took.
         pairs = num_buckets * _pairs(len(problem))
-        width, cost = _FIRST_WIDTH, INFINITE
+        width, cost = _FIRST_WIDTH, problem.epoch_cost(best)
         is_whole = self._candidates.complete and problem is self._full_problem
         self.exact = False
         while self._pairs < _MAX_TOTAL_PAIRS:
@@ -159,12 +174,13 @@ class Optimum:
                 width,
                 _MAX_PAIRS - pairs,
             )
-            best = search.improve(best)
+            best = search.improve(best, cost)
             pairs += search.pairs
             self._pairs += search.pairs
             self.exact = is_whole and not search.incomplete
             is_enough = pairs + 2 * search.pairs > _SOFT_PAIRS
-            is_enough |= search.cost > _HARDLY_LESS * cost and pairs > _UNPROVEN_PAIRS
+            is_repeated = width > _FIRST_WIDTH and pairs > _UNPROVEN_PAIRS
+            is_enough |= is_repeated and search.cost > _HARDLY_LESS * cost
             cost = search.cost
             if not search.incomplete or is_enough or self._pairs > _SOFT_TOTAL_PAIRS:
                 break

@@ -14,6 +14,8 @@ from jaxbucket.plan.flow.step_sizes import StepSizes
 # and the number of partial choices, for one length and for several.
 _MOST_SIZES, _MOST_STATES = 64, 1024
 _FEW_SIZES, _FEW_STATES = 4, 1 << 13
+# Ranges of remainders, the cheapest of which rule out most choices before any sorting.
+_NUM_RANGES = 1 << 12
 
 
 class Fit(NamedTuple):
@@ -103,10 +105,15 @@ def _best(
     rest: np.ndarray, cost: np.ndarray, batches: np.ndarray, size: np.ndarray
 ) -> np.ndarray:
     """Returns the choices to extend: each promotes more rows, and costs less."""
-    order = np.lexsort((-size, batches, cost, rest))
+    place = rest * _NUM_RANGES // (int(rest.max()) + 1)
+    least = np.full(_NUM_RANGES, cost.max())
+    np.minimum.at(least, place, cost)
+    least = np.minimum.accumulate(least)
+    open_ = np.flatnonzero((place == 0) | (cost < least[place - 1]))
+    order = np.lexsort([-size[open_], batches[open_], cost[open_], rest[open_]])
+    order = open_[order]
     cheapest = np.minimum.accumulate(cost[order])
-    is_less = np.append(True, cost[order][1:] < cheapest[:-1])
-    order = order[is_less]
+    order = order[np.append(True, cost[order][1:] < cheapest[:-1])]
     if len(order) <= _MOST_STATES:
         return order
     places = np.linspace(0, len(order) - 1, _MOST_STATES).astype(np.int64)

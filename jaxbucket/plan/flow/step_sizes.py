@@ -117,6 +117,10 @@ class StepSizes:
         is_integer = self.costs.dtype.kind == "i"
         return self.costs // self.rows if is_integer else self.costs / self.rows
 
+    def rates(self) -> np.ndarray:
+        """Returns the least cost of a row in this shape or a later one, `[G]`."""
+        return np.minimum.accumulate(self.row_costs().min(axis=1)[::-1])[::-1]
+
     def take(self, index: np.ndarray) -> StepSizes:
         """Returns the sizes of some of the shapes."""
         names = ("least", "most", "costs", "holders")
