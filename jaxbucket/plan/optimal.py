@@ -30,7 +30,7 @@ from jaxbucket.plan.lower_bound import (
 _SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
 # After this many, no wider search starts if the last one found no choice that costs
 # less than this share of the previous one.
-_UNPROVEN_PAIRS, _HARDLY_LESS = 2_000_000, 1 - 1e-5
+_UNPROVEN_PAIRS, _HARDLY_LESS = 2_000_000, 1 - 2e-5
 # The same limits for all numbers of buckets together. After the soft limit, only narrow
 # searches run, and after the hard limit, none.
 _SOFT_TOTAL_PAIRS, _MAX_TOTAL_PAIRS = 660_000_000, 900_000_000
