@@ -95,11 +95,10 @@ def compare(
             )
         comparison = comparison.with_unit(unit)
         if figure:
-            from jaxbucket.plan.reports import comparison_plots
+            from jaxbucket.plan.reports import plots
 
-            height = comparison_plots.comparison_height(comparison)
-            figure.set_size_inches(10, height)
-            comparison_plots.plot_comparison(comparison, measured, figure)
+            figure.set_size_inches(10, plots.comparison_height(comparison))
+            plots.plot_comparison(comparison, figure)
     show(as_json, comparison.to_dict(), comparison)
 
 

@@ -63,10 +63,7 @@ def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
 
 
 def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> None:
-    """Draws a plan twice: as a histogram of its tokens, and example by example.
-
-    The shapes of two sequences are drawn over their examples, and the padding of more
-    sequences as bars.
+    """Draws the padding of every example, or the shapes of several sequences.
 
     Args:
       figure: the figure to draw on.
@@ -74,16 +71,10 @@ def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> Non
       lengths: `[N]` integers, one per row; or sequence name -> `[N]` integers.
       epoch: the report of the plan.
     """
-    from jaxbucket.plan.reports import plots, sequence_plots
+    from jaxbucket.plan.reports.plots import plot_plan, plot_shapes
 
-    if len(plan.sequences) == 2:
-        sequence_plots.plot_shapes(plan, lengths, figure.subplots(), epoch=epoch)
-    elif plan.sequences:
-        sequence_plots.plot_sequence_padding(epoch, figure.subplots())
-    else:
-        above, below = figure.subplots(2, 1)
-        plots.plot_lengths(plan, lengths, above, epoch=epoch)
-        plots.plot_plan(plan, lengths, below, epoch=epoch).set_title("")
+    draw: Any = plot_shapes if plan.sequences else plot_plan
+    draw(plan, lengths, figure.subplots(), epoch=epoch)
 
 
 def check_outputs(

@@ -112,7 +112,7 @@ def plan(
         if figure:
             below = figure
             if chosen.curve:
-                from jaxbucket.plan.reports.comparison_plots import plot_curve
+                from jaxbucket.plan.reports.plots import plot_curve
 
                 above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
                 plot_curve(chosen.curve, above)

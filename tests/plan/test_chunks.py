@@ -7,7 +7,6 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket.plan import chunk_lengths
-from jaxbucket.plan.reports.plots import plot_lengths
 
 
 def random_lengths(seed: int) -> np.ndarray:
@@ -65,14 +64,3 @@ def test_chunks_that_do_not_fit_into_memory_are_counted():
     assert jb.report(plan, lengths).chunks == 10_000 * (2**31 - 1)
     with pytest.raises(ValueError, match="`max_seq_len=1`"):
         chunk_lengths(lengths, 1)
-
-
-def test_plots_show_chunks():
-    lengths = [1, 2, 4, 4, 5, 8, 50]
-    shapes = [(4, 4), (2, 8)]
-    plan = jb.BucketPlan.from_shapes(shapes, max_tokens=16, overlong="split")
-    chunks = chunk_lengths(lengths, 8)
-    ax = plot_lengths(plan, lengths, bins=8)
-    real, padding = ([bar.get_height() for bar in bars] for bars in ax.containers)
-    assert real == [n * np.count_nonzero(chunks == n) for n in range(1, 9)]
-    assert sum(padding) == (plan.boundaries[plan.assign(chunks)] - chunks).sum()

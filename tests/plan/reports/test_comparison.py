@@ -3,21 +3,12 @@
 import dataclasses
 import json
 
-import matplotlib
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from jaxbucket import BucketPlan, Limits, plan_buckets, report
-from jaxbucket.plan import TokenCost, TransformerCost, compare_plans, plan_curve
+from jaxbucket.plan import TransformerCost, compare_plans
 from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.reports.comparison_plots import (
-    comparison_height,
-    plot_comparison,
-    plot_curve,
-)
-
-matplotlib.use("agg")
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
 LIMITS = Limits(max_tokens=16_384, batch_size_multiple=2, seq_len_multiple=8)
@@ -81,72 +72,6 @@ def test_dropped_remainders_and_names_of_rules_are_refused():
     for name in ("optimal", "equal tokens", "one shape"):
         with pytest.raises(ValueError, match=f"`others` has a plan '{name}'"):
             compare_plans(LENGTHS, LIMITS, others={name: mine})
-
-
-# Pictures
-
-
-@pytest.mark.parametrize("cost", [None, TokenCost(1e4)])
-def test_bars_show_the_padding_and_the_cost_of_every_plan(cost):
-    limits = Limits(**OPTIONS, cost_fn=cost)
-    comparison = compare_plans(LENGTHS, limits)
-    figure = plot_comparison(comparison, LENGTHS)
-    ends, padding, costs, *_ = figure.axes
-    number = len(comparison.plans)
-    for place, compared in enumerate(comparison.plans):
-        drawn = ends.lines[place].get_xdata()
-        assert list(drawn) == compared.plan.boundaries.tolist()
-        bars = [padding.patches[place], padding.patches[number + place]]
-        total = sum(bar.get_width() for bar in bars)
-        assert total == pytest.approx(100 * compared.report.padding)
-        over = compared.report.epoch_cost / comparison.plans[0].report.epoch_cost
-        assert costs.patches[place].get_width() == pytest.approx(min(over, 2.5))
-    assert ends.get_ylim()[0] > ends.get_ylim()[1]
-    figure.canvas.draw()
-
-
-def test_a_curve_marks_the_chosen_number_of_shapes():
-    limits = Limits(**OPTIONS, cost_fn=TokenCost(1e5))
-    curve = plan_curve(LENGTHS, limits, compile_seconds=0.4, num_epochs=3)
-    figure = plot_curve(curve)
-    left, right = figure.axes
-    assert list(left.lines[0].get_xdata()) == [p.num_buckets for p in curve.points]
-    mark = right.lines[0]
-    assert mark.get_xdata()[0] == curve.chosen.num_buckets
-    assert mark.get_ydata()[0] == curve.chosen.total_seconds
-    tops = [bar.get_y() + bar.get_height() for bar in right.patches[len(curve) :]]
-    assert tops == pytest.approx([p.total_seconds for p in curve.points])
-    figure.canvas.draw()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("lengths", "num_buckets"),
-    [
-        (np.full(1000, 512), 1),
-        (np.r_[np.ones(5000, int), 1000], 8),
-        (np.arange(1, 1000) * 2_000_000, 32),
-        (np.arange(1, 1000), 32),
-    ],
-)
-@pytest.mark.parametrize(
-    "cost",
-    [None, pytest.param(TransformerCost(512, 8), marks=pytest.mark.exhaustive)],
-)
-def test_texts_of_a_comparison_stay_inside_and_apart(
-    lengths, num_buckets, cost, check_texts
-):
-    limits = Limits(max_tokens=2**31, cost_fn=cost)
-    mine = BucketPlan.from_shapes([(1, int(lengths.max()))])
-    others = {"a_plan_of_a_very_long_name_that_no_picture_has_room_for.json": mine}
-    comparison = compare_plans(lengths, limits, num_buckets=num_buckets, others=others)
-    figure = Figure(figsize=(10, comparison_height(comparison)), layout="constrained")
-    plot_comparison(comparison.with_unit("bytes"), lengths, figure)
-    check_texts(figure)
-    padding = figure.axes[1]
-    expected = [f"{one.report.padding:.1%}" for one in comparison.plans]
-    assert [text.get_text() for text in padding.texts] == expected
-    assert figure.axes[3].get_ylabel() == "bytes"
 
 
 def test_additional_plans_are_sorted_by_cost():
