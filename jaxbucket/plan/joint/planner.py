@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,19 +10,18 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.sizes import Sizes, checked_size
-from jaxbucket.plan.chains import nested_shapes
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint_search import Search, best_sets
+from jaxbucket.plan.joint.nested import nested_shapes
+from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint.pricing import Pricing
+from jaxbucket.plan.joint.search import Search
 from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.points import Points
-from jaxbucket.plan.pricing import Pricing
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
@@ -34,22 +32,13 @@ _ROUNDS = 4
 def plan_sequences(
     lengths: Mapping[str, ArrayLike], limits: Limits, num_buckets: int
 ) -> BucketPlan:
-    """Returns a plan for examples with several sequences, planned in all of them.
-
-    The buckets come from a local search, which minimizes the cost of an epoch,
-    remainders included.
-
-    Args:
-      lengths: sequence name -> `[N]` integers, one per example.
-      limits: the limits of all shapes, and the cost of a step.
-      num_buckets: the largest number of shapes. Each shape costs one compilation.
+    """Returns `plan_within(...)` for examples with several sequences.
 
     Raises:
       ValueError: if the lengths are not those of the sequences of `limits`, are empty
         or not positive integers, or are longer than `max_seq_len` under "error"; or if
         the budget cannot hold an example.
     """
-    num_buckets = check_positive("num_buckets", num_buckets)
     matrix = lengths_matrix(lengths, limits.sequences)
     planned = limits.planned_lengths(matrix)
     # The longest examples need the largest shapes.
@@ -126,16 +115,9 @@ def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
 
 
 def plan_sequences_at(
-    boundaries: Sequence[Mapping[str, int]],
-    lengths: Mapping[str, ArrayLike],
-    limits: Limits,
+    boundaries: Sequence[Any], lengths: Mapping[str, ArrayLike], limits: Limits
 ) -> BucketPlan:
-    """Returns the plan with given T, and B for the examples of each bucket.
-
-    Args:
-      boundaries: the T of each bucket, by sequence name.
-      lengths: sequence name -> `[N]` integers, one per example.
-      limits: the limits of all shapes, and the cost of a step.
+    """Returns the plan with given T, one mapping by sequence name for each bucket.
 
     Raises:
       ValueError: if there are no boundaries, one is not a mapping with a T for each
@@ -164,8 +146,7 @@ def search_shapes(
     """Returns at most K shapes for which an epoch is as cheap as possible.
 
     Every example is in the cheapest shape that holds it. B of each shape and remainders
-    are those of `fitted_between`. This is a local search, and if there are few sets of
-    shapes, it also compares all of them.
+    are those of `fitted_between`.
 
     Example: two shapes for four pairs of lengths, by tokens.
       >>> lengths = np.array([[2, 8], [8, 2], [3, 7], [8, 8]])
@@ -189,21 +170,19 @@ def search_shapes(
     """
     last = limits.max_seq_lens(lengths)
     points = Points.of(lengths, limits.multiples, last, _MAX_SHAPES)
-    pricing = Pricing(limits)
-    pricing = pricing.with_unit(points.seq_lens(points.indices), len(lengths))
-    problem = Search(points, pricing, num_buckets, limits.must_hold_all)
-    choices = itertools.chain(problem.choices(list(starts)), best_sets(problem))
-    plans = [_evaluated(problem, limits, x) for x in choices]
+    pricing = Pricing.of(limits, points)
+    search = Search(points, pricing, num_buckets, limits.must_hold_all)
+    choices = [*search.choices(list(starts)), *search.best_sets()]
+    plans = [_evaluated(points, limits, seq_lens) for seq_lens in choices]
     if not plans:
-        raise ValueError(_uncovered_message(problem))
+        raise ValueError(_uncovered_message(search))
     return min(plans, key=lambda plan: plan[0])[1]
 
 
 def _evaluated(
-    problem: Search, limits: Limits, seq_lens: np.ndarray
+    points: Points, limits: Limits, seq_lens: np.ndarray
 ) -> tuple[float, np.ndarray]:
     """Returns the cost of an epoch with shapes, `[K, Q]` T, and those that are used."""
-    points = problem.points
     seq_lens = seq_lens[shape_order(seq_lens)]
     lengths = points.seq_lens(points.indices)
     shapes = cheapest(lengths, seq_lens, Pricing(limits)(seq_lens).rates)
@@ -215,16 +194,16 @@ def _evaluated(
     costs = sizes.cost(np.arange(len(rows)), rows)
     flow = flow_remainders(counts, rows, costs, above=above)
     used = flow.counts + flow.carried > 0
-    if problem.must_hold_all:
+    if limits.must_hold_all:
         used[-1] = True
     return cost, seq_lens[used]
 
 
-def _uncovered_message(problem: Search) -> str:
+def _uncovered_message(search: Search) -> str:
     """Returns the error message if no shapes hold all examples."""
-    points = problem.points
+    points = search.points
     frontier = points.seq_lens(points.frontier())
-    alone = problem.pricing(frontier).rates
+    alone = search.pricing(frontier).rates
     if not np.isfinite(alone).all():
         shape = frontier[int(np.argmin(np.isfinite(alone)))].tolist()
         return (
@@ -232,7 +211,7 @@ def _uncovered_message(problem: Search) -> str:
             "it. Raise `max_tokens`, or drop or truncate the example."
         )
     return (
-        f"`num_buckets={problem.num_buckets}`: no choice of so few shapes was found "
+        f"`num_buckets={search.num_buckets}`: no choice of so few shapes was found "
         "that holds all examples, because the budget excludes the longest shapes. "
         "Raise `num_buckets` or the budget."
     )

@@ -1,4 +1,4 @@
-"""The cost of every shape of a grid that could be added to a set of shapes.
+"""What every shape of a grid would take if it replaced one of the shapes.
 
 A shape takes those examples that it holds and that cost more elsewhere. They are
 counted for all shapes of a grid at once: a cumulative sum along each sequence counts
@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxbucket.plan.points import Points
-from jaxbucket.plan.pricing import Prices, Pricing
+from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint.pricing import Prices, Pricing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A set of shapes, and the cheapest of them for each point.
+class Assignment:
+    """A set of shapes, and the two cheapest of them for each point.
 
     Attributes:
       points: the examples.
@@ -87,7 +87,7 @@ class Choice:
     second: np.ndarray
 
     @classmethod
-    def of(cls, points: Points, shapes: np.ndarray, pricing: Pricing) -> Choice:
+    def of(cls, points: Points, shapes: np.ndarray, pricing: Pricing) -> Assignment:
         """Returns the assignment of points to shapes, `[K, Q]` indices."""
         seq_lens = points.seq_lens(shapes)
         ranks = _ranks(pricing(seq_lens).rates, seq_lens)
@@ -123,42 +123,41 @@ class Choice:
         """Returns the number of examples in each group, `[K + 1]` float64."""
         return np.bincount(groups, self.points.counts, len(self) + 1)
 
-    def groups(self, without: int | None) -> np.ndarray:
-        """Returns the cheapest shape of each point without one of them, `[P]`."""
+    def cheapest(self, without: int | None = None) -> np.ndarray:
+        """Returns the cheapest shape of each point, `[P]`, without one of them."""
         if without is None:
             return self.first
         return np.where(self.first == without, self.second, self.first)
 
-    def additions(self, grid: Grid, without: int | None = None) -> Additions:
-        """Returns the choices with one more shape of a grid.
+    def swaps(self, grid: Grid, without: int | None = None) -> Swaps:
+        """Returns what each shape of a grid would take.
 
         Args:
           grid: the shapes that could be added.
-          without: a shape to remove first, if any.
+          without: the shape to replace, if any.
         """
-        groups = self.groups(without)
-        tables = grid.counts(self.points, groups, len(self) + 1)
-        return Additions(self.ranks, self.counts(groups), tables, grid.ranks)
+        return Swaps(self, grid, self.cheapest(without))
 
 
-class Additions:
-    """The choices that result from adding one of C shapes to a choice of K shapes.
+class Swaps:
+    """What each of C shapes would take if it were added to K shapes.
+
+    Args:
+      assignment: the K shapes.
+      grid: the C shapes.
+      groups: `[P]` integers, the shape of each point before.
 
     Attributes:
       costs: `[C]` float64, the cost of all examples if every batch is full; infinite if
         a shape is not allowed or an example is left.
     """
 
-    def __init__(
-        self,
-        ranks: np.ndarray,
-        counts: np.ndarray,
-        tables: np.ndarray,
-        new_ranks: np.ndarray,
-    ):
-        self._ranks, self._counts, self._tables = ranks, counts, tables
-        self._new_ranks = new_ranks
-        rates, new = ranks[:, 0], new_ranks[:, 0]
+    def __init__(self, assignment: Assignment, grid: Grid, groups: np.ndarray):
+        self._ranks, self._new_ranks = assignment.ranks, grid.ranks
+        self._counts = counts = assignment.counts(groups)
+        # `[K + 1, C]`: the examples that could move from each shape to each new one.
+        self._tables = grid.counts(assignment.points, groups, len(counts))
+        rates, new, tables = assignment.rates, grid.prices.rates, self._tables
         allowed = np.isfinite(new)
         new = np.where(allowed, new, 0)
         costs = np.full(len(new), counts[:-1] @ rates) + counts[-1] * new
@@ -167,7 +166,7 @@ class Additions:
         self.costs = np.where(allowed & (tables[-1] == counts[-1]), costs, np.inf)
 
     def counts(self, added: np.ndarray) -> np.ndarray:
-        """Returns the examples of each shape after an addition, `[n, K + 1]` int64.
+        """Returns the examples of each shape after a swap, `[n, K + 1]` int64.
 
         Args:
           added: `[n]` indices of added shapes, whose examples are last.

@@ -7,9 +7,6 @@ import functools
 
 import numpy as np
 
-# Up to this many combinations of T, a table of counts is cheaper than sorting.
-_MAX_TABLE = 1 << 22
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Points:
@@ -48,10 +45,8 @@ class Points:
         if np.prod(last // multiples, dtype=np.float64) <= most:
             present = [np.arange(1, end + 1) for end in ends]
         else:
-            present = [
-                _distinct(np.append(column, end))
-                for column, end in zip(units, ends, strict=True)
-            ]
+            pairs = zip(units, ends, strict=True)
+            present = [np.unique(np.append(column, end)) for column, end in pairs]
         indices = [
             np.searchsorted(values, column)
             for values, column in zip(present, units, strict=True)
@@ -60,7 +55,7 @@ class Points:
             ends.astype(np.int64) * multiple
             for ends, multiple in zip(present, multiples.tolist(), strict=True)
         )
-        return _merged(values, indices, None)
+        return _merged(values, indices, np.ones(len(lengths), np.int64))
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -148,36 +143,20 @@ class Points:
         return axes
 
 
-def _distinct(column: np.ndarray) -> np.ndarray:
-    end = int(column.max())
-    if end > _MAX_TABLE:
-        return np.unique(column)
-    return np.flatnonzero(np.bincount(column, minlength=end + 1))
-
-
 def _merged(
-    values: tuple[np.ndarray, ...],
-    indices: list[np.ndarray],
-    counts: np.ndarray | None,
+    values: tuple[np.ndarray, ...], indices: list[np.ndarray], counts: np.ndarray
 ) -> Points:
     """Returns points from indices that may occur several times, `[n]` for each side."""
     sizes = tuple(map(len, values))
-    if np.prod(sizes, dtype=np.float64) > 2**62:
-        pairs, which = np.unique(np.stack(indices, 1), axis=0, return_inverse=True)
-        return Points(values, pairs, _sums(which.ravel(), counts))
-    keys = np.ravel_multi_index(indices, sizes)
-    if np.prod(sizes) <= _MAX_TABLE:
-        table = _sums(keys, counts)
-        keys = np.flatnonzero(table)
-        merged = table[keys]
-    else:
+    if np.prod(sizes, dtype=np.float64) < 2**62:
+        keys = np.ravel_multi_index(indices, sizes)
         keys, which = np.unique(keys, return_inverse=True)
-        merged = _sums(which, counts)
-    return Points(values, np.stack(np.unravel_index(keys, sizes), 1), merged)
-
-
-def _sums(keys: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
-    return np.bincount(keys, counts).astype(np.int64)
+        distinct = np.stack(np.unravel_index(keys, sizes), 1)
+    else:
+        columns = np.stack(indices, 1)
+        distinct, which = np.unique(columns, axis=0, return_inverse=True)
+    totals = np.bincount(which.ravel(), counts).astype(np.int64)
+    return Points(values, distinct, totals)
 
 
 def _quantiles(values: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

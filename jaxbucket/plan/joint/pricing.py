@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxbucket.plan.joint.points import Points
 from jaxbucket.plan.limits import Limits
 
 # A float64 represents integers up to 2**53 exactly.
@@ -31,6 +32,10 @@ class Prices(NamedTuple):
     rates: np.ndarray
     slopes: np.ndarray
 
+    def part(self, index: int | slice) -> Prices:
+        """Returns some columns of prices `[n, K]`."""
+        return Prices(*(column[:, index] for column in self))
+
 
 @dataclasses.dataclass(frozen=True)
 class Pricing:
@@ -41,11 +46,22 @@ class Pricing:
 
     Attributes:
       limits: the limits of all shapes, and the cost of a step.
-      unit: a power of two.
+      unit: a power of two; 0 for rates that are not rounded.
     """
 
     limits: Limits
     unit: float = 0.0
+
+    @classmethod
+    def of(cls, limits: Limits, points: Points) -> Pricing:
+        """Returns a pricing whose unit suits the shapes that points need."""
+        rates = cls(limits)(points.seq_lens(points.indices)).rates
+        rates = rates[np.isfinite(rates)]
+        if not rates.size:
+            return cls(limits)
+        highest = min(rates.max(), rates.min() * _MAX_RATIO)
+        exponent = math.frexp(highest * int(points.counts.sum()))[1]
+        return cls(limits, 2.0 ** (exponent - _EXACT_BITS))
 
     @property
     def least(self) -> int:
@@ -70,31 +86,12 @@ class Pricing:
         steps = self.limits.accumulate
         return Prices(batch_sizes * steps, costs * steps, rates, slopes)
 
-    def padded_costs(
-        self, rows: np.ndarray, sizes: np.ndarray, costs: np.ndarray, slopes: np.ndarray
-    ) -> np.ndarray:
-        """Returns the cost of the smallest steps that hold rows, `[...]` each.
-
-        Args:
-          rows: the rows to hold.
-          sizes: the rows of the largest step.
-          costs: the cost of the largest step.
-          slopes: how much less a step with one row less costs.
-        """
-        limits = self.limits
+    def padded_costs(self, rows: np.ndarray, prices: Prices) -> np.ndarray:
+        """Returns the cost of the smallest steps that hold rows, `[...]` each."""
+        limits, sizes = self.limits, prices.batch_sizes
         multiple = limits.batch_size_multiple * limits.accumulate
         steps = -(-rows // sizes)
         needed = -(-rows // (np.maximum(steps, 1) * multiple)) * multiple
         needed = np.maximum(needed, self.least * limits.accumulate)
         needed = sizes if limits.sample else needed
-        return steps * (costs - slopes * (sizes - needed))
-
-    def with_unit(self, seq_lens: np.ndarray, num_examples: int) -> Pricing:
-        """Returns a pricing whose unit suits the rates of some shapes, `[n, Q]` T."""
-        rates = self(seq_lens).rates
-        rates = rates[np.isfinite(rates)]
-        if not rates.size:
-            return self
-        highest = min(rates.max(), rates.min() * _MAX_RATIO)
-        exponent = math.frexp(highest * num_examples)[1]
-        return dataclasses.replace(self, unit=2.0 ** (exponent - _EXACT_BITS))
+        return steps * (prices.costs - prices.slopes * (sizes - needed))

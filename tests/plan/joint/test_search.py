@@ -5,16 +5,15 @@ import numpy as np
 import pytest
 
 from jaxbucket.base.assignment import cheapest
-from jaxbucket.plan import joint_search as search
-from jaxbucket.plan.additions import Choice, Grid
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint_epoch import epoch_costs
-from jaxbucket.plan.joint_planner import search_shapes
-from jaxbucket.plan.joint_search import Search
+from jaxbucket.plan.joint import search
+from jaxbucket.plan.joint.planner import search_shapes
+from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint.pricing import Pricing
+from jaxbucket.plan.joint.search import Search, epoch_costs
+from jaxbucket.plan.joint.swaps import Assignment, Grid
 from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.points import Points
-from jaxbucket.plan.pricing import Prices, Pricing
 
 
 def by_pairs(batch_size, sizes):
@@ -67,8 +66,7 @@ class Problem:
 
     def search(self) -> Search:
         points = Points.of(self.lengths, self.multiples, self.last, 1 << 16)
-        pricing = Pricing(self.limits)
-        pricing = pricing.with_unit(points.seq_lens(points.indices), len(self.lengths))
+        pricing = Pricing.of(self.limits, points)
         return Search(points, pricing, self.num_buckets, False)
 
     def shapes(self) -> np.ndarray:
@@ -120,24 +118,24 @@ def test_hardly_any_set_of_shapes_is_cheaper_in_many_problems():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_additions_count_what_every_shape_takes(seed):
+def test_swaps_count_what_every_shape_takes(seed):
     problem = Problem(seed)
     points, pricing = problem.search().points, problem.search().pricing
     axes = [np.arange(len(values)) for values in points.values]
     grid = Grid.of(points, axes, pricing)
     rng = np.random.default_rng(seed)
     shapes = grid.shapes[rng.permutation(len(grid))[:3]]
-    choice = Choice.of(points, shapes, pricing)
+    choice = Assignment.of(points, shapes, pricing)
     for without in (None, 0):
-        additions = choice.additions(grid, without)
+        swaps = choice.swaps(grid, without)
         others = shapes if without is None else shapes[1:]
         for c, shape in enumerate(grid.shapes):
-            new = Choice.of(points, np.append(others, shape[None], axis=0), pricing)
+            new = Assignment.of(points, np.append(others, shape[None], axis=0), pricing)
             finite = np.isfinite(grid.prices.rates[c])
-            assert additions.costs[c] == pytest.approx(new.cost if finite else np.inf)
+            assert swaps.costs[c] == pytest.approx(new.cost if finite else np.inf)
             equal = (others == shape).all(axis=1).any()
             if finite and np.isfinite(new.rates).all() and not equal:
-                counts = additions.counts(np.array([c]))[0]
+                counts = swaps.counts(np.array([c]))[0]
                 counts = counts if without is None else np.delete(counts, without)
                 assert counts.tolist() == new.counts(new.first)[:-1].tolist()
 
@@ -151,16 +149,9 @@ def test_costs_of_many_epochs_are_no_better_than_the_best_steps(seed):
     multiple = 1 + seed % 2
     limits = limits_of(2, 40, batch_size_multiple=multiple)
     pricing = Pricing(limits)
-    columns = pricing(seq_lens.reshape(-1, 2))
-    prices = Prices(*(column.reshape(20, size) for column in columns))
     counts = rng.integers(0, 30, (20, size))
     shuffled = rng.permutation(size)
-    estimates = epoch_costs(
-        counts[:, shuffled],
-        seq_lens[:, shuffled],
-        Prices(*(column[:, shuffled] for column in prices)),
-        pricing,
-    )
+    estimates = epoch_costs(counts[:, shuffled], seq_lens[:, shuffled], pricing)
     for k in range(20):
         most, examples = limits.batch_sizes(seq_lens[k]), counts[k].sum() + 1
         steps = limits.sizes(seq_lens[k], most, np.full_like(most, examples))
