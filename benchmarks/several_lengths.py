@@ -32,7 +32,7 @@ from rich.table import Table
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint.planner import search_shapes
+from jaxbucket.plan.joint_planner import search_shapes
 from jaxbucket.plan.limits import Limits
 
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data"

@@ -24,7 +24,7 @@ from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
-from jaxbucket.plan.joint.planner import with_batch_sizes
+from jaxbucket.plan.joint_planner import with_batch_sizes
 from jaxbucket.plan.limits import Limits
 
 # The examples that the search packs, and how many it packs in all at its end.

@@ -17,7 +17,7 @@ from jaxbucket.plan.curve import CurvePoint, PlanCurve
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint.planner import plan_sequences
+from jaxbucket.plan.joint_planner import plan_sequences
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import Optimum
 

@@ -16,7 +16,7 @@ from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint.planner import plan_sequences, plan_sequences_at
+from jaxbucket.plan.joint_planner import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
 

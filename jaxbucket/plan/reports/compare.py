@@ -14,9 +14,9 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.joint.nested import nested_shapes
-from jaxbucket.plan.joint.planner import fitted_plan, plan_sequences
+from jaxbucket.plan.joint_planner import fitted_plan, plan_sequences
 from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.nested import nested_shapes
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
 from jaxbucket.plan.reports.comparison import (

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from jaxbucket.base.assignment import cheapest
+from jaxbucket.plan import joint_search as search
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint import search
-from jaxbucket.plan.joint.planner import search_shapes
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Pricing
-from jaxbucket.plan.joint.search import Search, epoch_costs
-from jaxbucket.plan.joint.swaps import Assignment, Grid
+from jaxbucket.plan.joint_planner import search_shapes
+from jaxbucket.plan.joint_points import Points
+from jaxbucket.plan.joint_pricing import Pricing
+from jaxbucket.plan.joint_search import Search, epoch_costs
+from jaxbucket.plan.joint_swaps import Assignment, Grid
 from jaxbucket.plan.limits import Limits
 
 

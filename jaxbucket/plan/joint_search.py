@@ -12,9 +12,9 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Prices, Pricing
-from jaxbucket.plan.joint.swaps import Assignment, Grid
+from jaxbucket.plan.joint_points import Points
+from jaxbucket.plan.joint_pricing import Prices, Pricing
+from jaxbucket.plan.joint_swaps import Assignment, Grid
 
 # With more distinct examples, only some T are possible, which are refined later: at
 # most, and times the number of buckets.

@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Prices, Pricing
+from jaxbucket.plan.joint_points import Points
+from jaxbucket.plan.joint_pricing import Prices, Pricing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbucket.plan.joint.points import Points
+from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.limits import Limits
 
 # A float64 represents integers up to 2**53 exactly.

@@ -1,4 +1,15 @@
-"""Plans for examples with several sequences."""
+"""Plans for examples with several lengths, such as source and target.
+
+Only the distinct combinations of T that examples need matter, and how many examples
+need each: these are the `joint_points`. `joint_pricing` says what a batch of any shape
+holds and costs. Choosing K shapes is a facility location problem (every point goes to
+the cheapest shape that holds it), which `joint_search` solves as usual: it starts with
+few shapes, adds one at a time, and then swaps single shapes for others while an epoch
+becomes cheaper; `joint_swaps` counts what each of thousands of shapes would take, at
+once. It first minimizes the cost of full batches, and then that of an epoch with
+remainders. `nested` shapes are more places to start. The planner chooses B for the
+cheapest shapes found.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +28,11 @@ from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint.nested import nested_shapes
-from jaxbucket.plan.joint.points import Points
-from jaxbucket.plan.joint.pricing import Pricing
-from jaxbucket.plan.joint.search import Search
+from jaxbucket.plan.joint_points import Points
+from jaxbucket.plan.joint_pricing import Pricing
+from jaxbucket.plan.joint_search import Search
 from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.nested import nested_shapes
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
