@@ -138,7 +138,7 @@ def _choose(
     boundaries: str,
     pack: Any,
     block_sparse: bool,
-    compile_seconds: float | None,
+    compile_seconds: Any,
     num_epochs: float,
     limits: dict[str, Any],
 ) -> _Chosen:

@@ -6,9 +6,6 @@ No chunk is empty, and an example that is not too long is a single chunk.
 
 from __future__ import annotations
 
-import contextlib
-import os
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -32,14 +29,13 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
       on.
 
     Raises:
-      ValueError: if `lengths` or `max_seq_len` are not positive integers, or if the
-        chunk lengths do not fit in the memory of this machine.
+      ValueError: if `lengths` or `max_seq_len` are not positive integers.
     """
     lengths = check_lengths(lengths)
     counts = chunk_counts(lengths, max_seq_len)
     longest = _checked(max_seq_len)
     ends = np.cumsum(counts, dtype=np.int64)
-    chunks = _full_chunks(int(ends[-1]), longest)
+    chunks = np.full(ends[-1], longest, np.int32)
     chunks[ends - 1] = lengths - (counts - 1) * longest
     return chunks
 
@@ -70,25 +66,6 @@ def last_chunks(lengths: np.ndarray, max_seq_len: int) -> tuple[np.ndarray, int]
     longest = _checked(max_seq_len)
     num_full = (lengths - 1) // longest
     return lengths - num_full * longest, int(num_full.sum(dtype=np.int64))
-
-
-def _full_chunks(num_chunks: int, longest: int) -> np.ndarray:
-    """Returns the lengths of full chunks, `[num_chunks]` int32.
-
-    Raises:
-      ValueError: if they do not fit in memory.
-    """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Checked first, because systems that overcommit memory allow a larger array, and
-    # kill the process when it is written.
-    if 4 * num_chunks <= memory:
-        with contextlib.suppress(MemoryError):
-            return np.full(num_chunks, longest, np.int32)
-    raise ValueError(
-        f"`max_seq_len={longest}` yields {num_chunks} chunks, whose lengths need "
-        f"{4 * num_chunks / 2**30:.1f} GiB: more memory than this machine has. Raise "
-        "`max_seq_len`, or process the corpus in parts."
-    )
 
 
 def _checked(max_seq_len: int) -> int:

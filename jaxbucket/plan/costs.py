@@ -21,11 +21,6 @@ from jaxbucket.base.sizes import Sizes, total
 # T of several sequences is a mapping from their names.
 CostFn: TypeAlias = Callable[[int, Any], float]
 SECONDS = "s"
-# A shape still counts as between others if it exceeds their range by this factor.
-_BETWEEN_FACTOR = 1.1
-# The error is cross-validated for at most this many shapes: with more, leaving one out
-# hardly changes the fit.
-_MAX_CROSS_VALIDATED = 40
 # Small penalties on the constant and the pair term. If the times do not distinguish the
 # terms, they are attributed to the tokens.
 _PENALTIES = np.array([1e-6, 0, 1e-6])
@@ -131,22 +126,19 @@ class StepTime:
       >>> times = {(4, 64): 0.3, (2, 128): 0.42, (1, 256): 0.6, (1, 64): 0.1125}
       >>> cost = StepTime.fit({Bucket(*shape): time for shape, time in times.items()})
       >>> print(f"{cost(1, 128):.3f} s, off by up to {cost.error:.1%}")
-      0.225 s, off by up to 10.0%
+      0.225 s, off by up to 4.8%
 
     Attributes:
       per_step: a, the constant overhead of a step in seconds.
       per_token: b, the seconds per position.
       per_pair: c, the seconds per pair of positions in a row, for attention.
-      error: the largest relative error of the three terms on a measured step. The error
-        of a shape that lies between others in T and in B * T is cross-validated: it is
-        the error of a fit without that shape. NaN if there are no more measured shapes
-        than terms.
+      error: the largest relative error of the three terms on a measured step; NaN if
+        there are no more measured shapes than terms.
       measured: `(batch_size, seq_len)` -> seconds, which take precedence over the
         terms.
 
     Raises:
-      ValueError: if a term is negative or not finite, all terms are zero, or a measured
-        time is not positive.
+      ValueError: if a term is negative or not finite, or all terms are zero.
     """
 
     per_step: float
@@ -167,8 +159,6 @@ class StepTime:
                 f"`StepTime{terms}` is not a valid step time. Pass numbers that are "
                 "not negative, at least one of them positive."
             )
-        for shape, seconds in self.measured.items():
-            check_number(f"measured[{shape}]", seconds)
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
         _check_one_length(self, seq_len)
@@ -208,7 +198,11 @@ class StepTime:
           ValueError: if `seconds` is empty or not a dict of `Bucket`, or a time is not
             positive.
         """
-        _check_measured(seconds)
+        if not seconds or not all(isinstance(bucket, Bucket) for bucket in seconds):
+            raise ValueError(
+                f"`seconds={seconds!r}` is not a dict from `Bucket` to the measured "
+                "time of a step, with at least one shape."
+            )
         # Sort the shapes, because a floating-point sum depends on the order.
         seconds = {shape: seconds[shape] for shape in sorted(seconds)}
         shapes = np.array(
@@ -226,45 +220,12 @@ class StepTime:
                 "small. Measure the step again."
             )
         fitted = _non_negative(relative)
-        errors = abs(relative @ fitted - 1)
-        between = np.flatnonzero(_between(tokens) & _between(shapes[:, 1]))
-        for index in between if len(times) <= _MAX_CROSS_VALIDATED else ():
-            others = np.delete(relative, index, axis=0)
-            if len(others) >= terms.shape[1]:
-                errors[index] = abs(relative[index] @ _non_negative(others) - 1)
+        error = abs(relative @ fitted - 1).max().item()
         return cls(
             *fitted.tolist(),
-            error=float(errors.max()) if len(times) > terms.shape[1] else np.nan,
+            error=error if len(times) > terms.shape[1] else np.nan,
             measured={(b.batch_size, b.tokens_per_row): s for b, s in seconds.items()},
         )
-
-
-def _check_measured(seconds: Mapping[Bucket, float]) -> None:
-    if not isinstance(seconds, Mapping):
-        raise ValueError(
-            f"`seconds` is a {type(seconds).__name__}. Pass a dict from `Bucket` to "
-            "seconds."
-        )
-    if not seconds:
-        raise ValueError("`seconds` is empty. Measure a step of at least one shape.")
-    for bucket in seconds:
-        if not isinstance(bucket, Bucket):
-            raise ValueError(
-                f"`seconds` has the key {bucket!r}. Use `Bucket(batch_size, seq_len)`."
-            )
-
-
-def _between(values: np.ndarray) -> np.ndarray:
-    """Returns which values lie between others, up to a tolerance, `[n]` bool.
-
-    The smallest and the largest value are not cross-validated: without them, the fit
-    would have to extrapolate, which a plan never needs.
-    """
-    if len(values) == 1:
-        return np.zeros(1, bool)
-    others = [np.delete(values, index) for index in range(len(values))]
-    least, most = np.min(others, axis=1), np.max(others, axis=1)
-    return (least <= values * _BETWEEN_FACTOR) & (values <= most * _BETWEEN_FACTOR)
 
 
 def _non_negative(relative: np.ndarray) -> np.ndarray:

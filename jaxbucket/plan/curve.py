@@ -11,9 +11,6 @@ from jaxbucket.base.table import Record
 from jaxbucket.plan.costs import SECONDS
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
 
-# The number of shapes hardly matters while the total time is at most this much longer.
-_NEARLY = 0.02
-
 
 @dataclasses.dataclass(frozen=True)
 class CurvePoint:
@@ -77,10 +74,7 @@ class PlanCurve(Record):
     def reason(self) -> str:
         """An explanation of the choice, as text for the user."""
         chosen = self.chosen
-        index = self.points.index(chosen)
-        neighbors = (
-            self.points[max(index - 1, 0) : index] + self.points[index + 1 :][:1]
-        )
+        place = self.points.index(chosen)
         compiling, epoch, total = (
             format_cost(seconds, SECONDS)
             for seconds in (
@@ -96,6 +90,8 @@ class PlanCurve(Record):
             f"With {count_shapes(chosen.num_buckets)}, compiling takes {compiling} and "
             f"{epochs}, {total} in total"
         )
+        near = slice(max(place - 1, 0), place + 2)
+        neighbors = [point for point in self.points[near] if point is not chosen]
         if neighbors:
             totals = [
                 f"{count_shapes(x.num_buckets)} would take "
@@ -103,34 +99,12 @@ class PlanCurve(Record):
                 for x in neighbors
             ]
             text += f"; {' and '.join(totals)}"
-        text += f".{self._nearly_best}"
+        text += "."
         if not self.exact:
             text += " Some plans are not proven to be optimal."
         if not self.turned:
             text += f" More than {self.max_buckets} shapes were not tried."
-        elif (last := self.points[-1].num_buckets) < self.max_buckets:
-            text += (
-                f" The curve stops at {count_shapes(last)}, because more shapes are "
-                "proven not to take less time."
-            )
         return text
-
-    @property
-    def _nearly_best(self) -> str:
-        """A sentence about numbers of shapes whose total time is hardly longer."""
-        limit = (1 + _NEARLY) * self.chosen.total_seconds
-        first = last = self.points.index(self.chosen)
-        while first > 0 and self.points[first - 1].total_seconds <= limit:
-            first -= 1
-        while last + 1 < len(self) and self.points[last + 1].total_seconds <= limit:
-            last += 1
-        if first == last:
-            return ""
-        fewest, most = (self.points[x].num_buckets for x in (first, last))
-        through = "and" if last == first + 1 else "to"
-        return (
-            f" {fewest} {through} {most} shapes are within {_NEARLY:.0%} of this time."
-        )
 
     def __len__(self) -> int:
         return len(self.points)

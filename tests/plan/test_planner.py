@@ -199,7 +199,6 @@ def test_the_remedy_for_a_small_budget_is_sufficient():
         ("boundaries", {"boundaries": [512, 64]}),
         ("boundaries", {"boundaries": [64.0, 512.0]}),
         ("boundaries", {"boundaries": [100, 512], "seq_len_multiple": 8}),
-        ("boundaries", {"boundaries": lambda c, n: {}["x"]}),
         *(
             ("boundaries", {"boundaries": lambda c, n, x=x: x})
             for x in ([], [0, 0, 8], [0, 1], [-1, 8])
