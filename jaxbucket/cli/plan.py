@@ -32,8 +32,7 @@ from jaxbucket.cli.output import (
 )
 from jaxbucket.packing.packed_plan import PACK_CHOICES, PackedPlan
 from jaxbucket.packing.planner import plan_packing
-from jaxbucket.plan.curve import PlanCurve
-from jaxbucket.plan.curve_search import plan_curve
+from jaxbucket.plan.curve import PlanCurve, plan_curve
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.epoch import report

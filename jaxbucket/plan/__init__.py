@@ -15,7 +15,7 @@ with _lazy_names(globals()):
     from jaxbucket.plan.costs import TokenCost as TokenCost
     from jaxbucket.plan.costs import TransformerCost as TransformerCost
     from jaxbucket.plan.curve import PlanCurve as PlanCurve
-    from jaxbucket.plan.curve_search import plan_curve as plan_curve
+    from jaxbucket.plan.curve import plan_curve as plan_curve
     from jaxbucket.plan.limits import Limits as Limits
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
     from jaxbucket.plan.planner import plan_within as plan_within
