@@ -25,7 +25,7 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.base.sizes import PerSequence, Size, Sizes, checked_size
+from jaxbucket.base.sizes import Size, Sizes, checked_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +96,12 @@ class BucketPlan:
         plan_checks.check_sequences(self)
         for name in ("max_tokens", "seq_len_multiple"):
             self._set(name, checked_size(name, getattr(self, name)))
-        if isinstance(self.overlong, Mapping):
-            self._set("overlong", PerSequence(self.overlong, "overlong"))
+        overlong = plan_checks.checked_overlong(
+            self.overlong, self.sequences, "the first bucket has"
+        )
+        self._set("overlong", overlong)
         plan_checks.check_buckets(self)
-        plan_checks.check_overlong(self)
+        plan_checks.check_last(self)
         if isinstance(self.overlong, Mapping) and len(set(self.overlong.values())) == 1:
             # Equal policies are the same plan, however they were written.
             self._set("overlong", next(iter(self.overlong.values())))

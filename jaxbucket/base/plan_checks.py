@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.policies import OVERLONG, OVERLONG_SEVERAL, TRUNCATING
-from jaxbucket.base.sizes import Sizes, check_same_sequences, total
+from jaxbucket.base.sizes import PerSequence, Sizes, check_same_sequences, total
 
 if TYPE_CHECKING:
     from jaxbucket.base.buckets import BucketPlan
@@ -37,15 +37,9 @@ def check_sequences(plan: BucketPlan) -> None:
             )
         names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
         _check_names(plan, "buckets", names)
-    for name in ("max_tokens", "seq_len_multiple", "overlong"):
-        if not isinstance(value := getattr(plan, name), Mapping):
-            continue
-        if not plan.sequences:
-            raise ValueError(
-                f"`{name}={dict(value)!r}` is a mapping, but the buckets have one "
-                "sequence. Pass the value itself."
-            )
-        _check_names(plan, name, value)
+    for name in ("max_tokens", "seq_len_multiple"):
+        if isinstance(value := getattr(plan, name), Mapping):
+            _check_names(plan, name, value)
 
 
 def check_buckets(plan: BucketPlan) -> None:
@@ -67,26 +61,19 @@ def _check_names(plan: BucketPlan, name: str, names: Collection[str]) -> None:
 
 
 def _check_budget(plan: BucketPlan, bucket: Bucket) -> None:
-    for name, seq_len, budget in _budgets(plan, bucket):
+    budgets: list[Any] = [("max_tokens", bucket.tokens_per_row, plan.max_tokens)]
+    if isinstance(plan.max_tokens, Sizes):
+        budgets = [
+            (f"max_tokens[{name!r}]", bucket.seq_len[name], budget)
+            for name, budget in plan.max_tokens.items()
+        ]
+    for name, seq_len, budget in budgets:
         if bucket.batch_size * seq_len > budget:
-            multiple = plan.batch_size_multiple
-            most = budget // seq_len // multiple * multiple
-            remedy = f"Lower its `batch_size` to {most}."
-            if not most:
-                remedy = f"Lower its `seq_len`, or raise `{name}`."
             raise ValueError(
                 f"Bucket {bucket} holds {bucket.batch_size * seq_len} tokens, more "
-                f"than `{name}={budget}`. {remedy}"
+                f"than `{name}={budget}`. Lower its `batch_size` or its `seq_len`, or "
+                f"raise `{name}`."
             )
-
-
-def _budgets(plan: BucketPlan, bucket: Bucket) -> Iterator[tuple[str, int, int]]:
-    """Yields the name of each budget, the T that counts for it, and the budget."""
-    if not isinstance(plan.max_tokens, Sizes):
-        yield "max_tokens", bucket.tokens_per_row, plan.max_tokens
-    elif isinstance(bucket.seq_len, Sizes):
-        for name, budget in plan.max_tokens.items():
-            yield f"max_tokens[{name!r}]", bucket.seq_len[name], budget
 
 
 def _check_multiples(plan: BucketPlan, bucket: Bucket) -> None:
@@ -106,30 +93,40 @@ def _check_multiples(plan: BucketPlan, bucket: Bucket) -> None:
             )
 
 
-def check_overlong(plan: BucketPlan) -> None:
-    """Raises a ValueError if a policy is unknown or does not fit the buckets."""
-    policies = plan.overlong
-    if not plan.sequences:
-        check_choice("overlong", policies, OVERLONG)
-        return
-    if policies == "split":
-        raise ValueError(
-            "`overlong='split'` requires examples with one sequence. Choose 'error', "
-            "'drop', 'truncate' or 'truncate_left'."
-        )
-    if not isinstance(policies, Mapping):
-        check_choice("overlong", policies, OVERLONG_SEVERAL)
-        policies = dict.fromkeys(plan.sequences, policies)
-    for name, policy in policies.items():
-        check_choice(f"overlong[{name!r}]", policy, OVERLONG_SEVERAL)
+def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> Any:
+    """Returns the policy for examples that are too long, or that for each sequence.
+
+    Args:
+      overlong: the policy, or a mapping from sequence name to a policy.
+      sequences: the names of several sequences.
+      others: what has these sequences, for `check_same_sequences`.
+
+    Raises:
+      ValueError: if a policy is unknown, or the names are others.
+    """
+    known = OVERLONG_SEVERAL if sequences else OVERLONG
+    if not isinstance(overlong, Mapping):
+        check_choice("overlong", overlong, known)
+        return overlong
+    check_same_sequences("overlong", overlong, sequences, others)
+    for name, policy in overlong.items():
+        check_choice(f"overlong[{name!r}]", policy, known)
+    return PerSequence(overlong, "overlong")
+
+
+def check_last(plan: BucketPlan) -> None:
+    """Raises a ValueError if no bucket holds what truncation leaves of any example."""
     last = plan.buckets[-1].seq_len
-    for policy in policies.values():
-        if policy in TRUNCATING and last != plan.max_seq_lens:
-            raise ValueError(
-                f"`overlong={policy!r}` requires a last bucket that holds the longest "
-                f"sequences, {plan.max_seq_lens!r}, but it has {last!r}. Add such a "
-                "bucket, or choose 'error' or 'drop'."
-            )
+    if plan.sequences and last != plan.max_seq_lens and _truncates(plan):
+        raise ValueError(
+            f"`overlong={plan.overlong!r}` requires a last bucket that holds the "
+            f"longest sequences, {plan.max_seq_lens!r}, but it has {last!r}. Add such "
+            "a bucket, or choose 'error' or 'drop'."
+        )
+
+
+def _truncates(plan: BucketPlan) -> bool:
+    return any(plan.policy(name) in TRUNCATING for name in plan.sequences)
 
 
 def check_cost_unit(plan: BucketPlan) -> None:

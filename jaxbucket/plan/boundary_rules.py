@@ -6,82 +6,12 @@ increasing indices of the chosen candidates, which always include the last candi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.plan.flow.batch_sizes import Fit, fitted
-from jaxbucket.plan.flow.step_sizes import StepSizes
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidates:
-    """The lengths at which a bucket may end: the input of a chooser.
-
-    Attributes:
-      seq_lens: `[G]` int64, the candidates, increasing.
-      examples: `[G]` int64, the number of examples that are at most this long.
-      tokens: `[G]` int64, the number of real tokens in these examples.
-      sizes: the numbers of rows that a step of each length may have, and their costs.
-      complete: whether every possible boundary is a candidate. False if there were too
-        many, so that some are left out.
-    """
-
-    seq_lens: np.ndarray
-    examples: np.ndarray
-    tokens: np.ndarray
-    sizes: StepSizes
-    complete: bool = True
-
-    def __len__(self) -> int:
-        return len(self.seq_lens)
-
-    @property
-    def batch_sizes(self) -> np.ndarray:
-        """`[G]` int64, the largest number of rows in a step of each length."""
-        return self.sizes.most
-
-    @property
-    def costs(self) -> np.ndarray:
-        """`[G]` float64 or int64, the cost of the largest step of each length."""
-        return self.sizes.costs[:, -1]
-
-    def take(self, index: np.ndarray) -> Candidates:
-        """Returns some of the candidates.
-
-        Args:
-          index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
-        """
-        names = ("seq_lens", "examples", "tokens")
-        columns = {name: getattr(self, name)[index] for name in names}
-        return dataclasses.replace(self, sizes=self.sizes.take(index), **columns)
-
-    def counts(self, chosen: np.ndarray) -> np.ndarray:
-        """Returns the number of examples in each bucket, `[K]`.
-
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
-        return np.diff(self.examples[chosen], prepend=0)
-
-    def epoch_cost(self, chosen: np.ndarray) -> float:
-        """Returns the total cost of the batches of one epoch, remainders included.
-
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
-        return self.fit(chosen).cost
-
-    def fit(self, chosen: np.ndarray) -> Fit:
-        """Returns the cheapest steps of each bucket.
-
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
-        return fitted(self.sizes.take(chosen), self.counts(chosen))
-
+from jaxbucket.plan.candidates import Candidates
 
 Chooser: TypeAlias = Callable[[Candidates, int], np.ndarray]
 

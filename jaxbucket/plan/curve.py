@@ -16,6 +16,7 @@ from jaxbucket.base.checks import check_lengths, check_number, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import Record
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import epoch_cost
@@ -230,7 +231,7 @@ def _curve(
     max_buckets: int,
 ) -> PlanCurve:
     """Returns the curve for examples with one length."""
-    candidates = limits.candidates(lengths)
+    candidates = Candidates.of(lengths, limits)
     real = int(candidates.tokens[-1])
     max_buckets = min(max_buckets, len(candidates))
     optimum = Optimum(candidates, max_buckets)

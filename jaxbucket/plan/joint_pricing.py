@@ -63,12 +63,6 @@ class Pricing:
         exponent = math.frexp(highest * int(points.counts.sum()))[1]
         return cls(limits, 2.0 ** (exponent - _EXACT_BITS))
 
-    @property
-    def least(self) -> int:
-        """The smallest possible B."""
-        multiple = self.limits.batch_size_multiple
-        return -(-self.limits.min_batch_size // multiple) * multiple
-
     def __call__(self, seq_lens: np.ndarray) -> Prices:
         """Returns the prices of shapes, `[n, Q]` T."""
         batch_sizes = self.limits.batch_sizes(seq_lens)
@@ -78,9 +72,10 @@ class Pricing:
         most, allowed_lens = batch_sizes[allowed], seq_lens[allowed]
         costs[allowed] = self.limits.costs(most, allowed_lens)
         rates[allowed] = costs[allowed] / most
-        least = self.limits.costs(np.full_like(most, self.least), allowed_lens)
-        rise = np.maximum(costs[allowed] - least, 0)
-        slopes[allowed] = rise / np.maximum(most - self.least, 1)
+        least = self.limits.least_batch_size
+        rise = costs[allowed]
+        rise -= self.limits.costs(np.full_like(most, least), allowed_lens)
+        slopes[allowed] = np.maximum(rise, 0) / np.maximum(most - least, 1)
         if self.unit:
             rates = np.maximum(1, np.round(rates / self.unit)) * self.unit
         steps = self.limits.accumulate
@@ -92,6 +87,6 @@ class Pricing:
         multiple = limits.batch_size_multiple * limits.accumulate
         steps = -(-rows // sizes)
         needed = -(-rows // (np.maximum(steps, 1) * multiple)) * multiple
-        needed = np.maximum(needed, self.least * limits.accumulate)
+        needed = np.maximum(needed, limits.least_batch_size * limits.accumulate)
         needed = sizes if limits.sample else needed
         return steps * (prices.costs - prices.slopes * (sizes - needed))

@@ -13,32 +13,24 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_accumulate,
-    check_choice,
     check_cost,
-    check_countable,
     check_function,
     check_positive,
     overlong_message,
 )
 from jaxbucket.base.lengths import Lengths
-from jaxbucket.base.policies import OVERLONG, OVERLONG_SEVERAL, TRUNCATING, Overlong
+from jaxbucket.base.plan_checks import checked_overlong
+from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.base.sizes import (
-    PerSequence,
     Sizes,
     check_same_sequences,
     check_sequence_names,
     checked_size,
 )
-from jaxbucket.plan.boundary_rules import Candidates
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, unit_of
 from jaxbucket.plan.flow.batch_sizes import fitted, fitted_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.flow.step_sizes import StepSizes
-from jaxbucket.plan.histogram import cumulative
-
-# With more possible T, only the rounded-up lengths of examples are candidates. Other T
-# could save a little, in the last batch of a bucket, so the plan is not proven optimal.
-_MAX_CANDIDATES = 1 << 18
 
 Budget: TypeAlias = int | Mapping[str, int] | Sequence[int] | Callable[[Any], int]
 
@@ -114,7 +106,9 @@ class Limits:
                 self._set(name, check_positive(name, value))
         for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
             self._set(name, self._checked(name, getattr(self, name)))
-        self._check_overlong()
+        others = "the lengths have"
+        policies = checked_overlong(self.overlong, self.sequences, others)
+        self._set("overlong", policies)
         self._check_batch_sizes()
         self._check_max_seq_len()
         if self.cost_fn is not None:
@@ -147,33 +141,14 @@ class Limits:
             return tuple(check_positive(name, x) for x in value)
         return checked_size(name, value)
 
-    def _check_overlong(self) -> None:
-        policies, known = self.overlong, OVERLONG
-        if self.sequences:
-            known = OVERLONG_SEVERAL
-        if not isinstance(policies, Mapping):
-            check_choice("overlong", policies, known)
-            return
-        check_same_sequences("overlong", policies, self.sequences, "the lengths have")
-        for name, policy in policies.items():
-            check_choice(f"overlong[{name!r}]", policy, known)
-        self._set("overlong", PerSequence(policies, "overlong"))
-
     def _check_batch_sizes(self) -> None:
         """Raises a ValueError if no B satisfies the limits."""
         most, multiple = self.max_batch_size, self.batch_size_multiple
-        if most is None:
-            return
-        if most < multiple:
+        if most is not None and most < self.least_batch_size:
             raise ValueError(
-                f"`max_batch_size={most}` is less than `batch_size_multiple="
-                f"{multiple}`. Raise `max_batch_size` to {multiple}."
-            )
-        if most // multiple * multiple < self.min_batch_size:
-            raise ValueError(
-                f"`batch_size_multiple={multiple}` has no multiple from "
-                f"`min_batch_size={self.min_batch_size}` to `max_batch_size={most}`. "
-                f"Lower `min_batch_size` to {most // multiple * multiple}."
+                f"`max_batch_size={most}` is less than {self.least_batch_size}, the "
+                f"smallest B for `batch_size_multiple={multiple}` and `min_batch_size="
+                f"{self.min_batch_size}`. Raise it, or lower these."
             )
 
     def _check_max_seq_len(self) -> None:
@@ -209,6 +184,12 @@ class Limits:
     def multiples(self) -> np.ndarray:
         """`[Q]` int64: the multiple of each T."""
         return self._each(self.seq_len_multiple)
+
+    @property
+    def least_batch_size(self) -> int:
+        """The smallest B."""
+        multiple = self.batch_size_multiple
+        return -(-self.min_batch_size // multiple) * multiple
 
     @property
     def must_hold_all(self) -> bool:
@@ -279,45 +260,6 @@ class Limits:
                 raise ValueError(overlong_message(used, int(longest[q]), name))
         return np.minimum(lengths[~is_dropped], longest.astype(lengths.dtype))
 
-    def candidates(self, lengths: np.ndarray) -> Candidates:
-        """Returns every T at which a bucket may end, with its examples, rows and cost.
-
-        Args:
-          lengths: `[N]` integers, one per example.
-
-        Raises:
-          ValueError: if no row of the last bucket fits in `max_tokens`, or if
-            `max_tokens` is a sequence, whose budgets belong to given boundaries.
-        """
-        if isinstance(self.max_tokens, tuple):
-            raise ValueError(
-                f"`max_tokens` has {len(self.max_tokens)} budgets, one for each "
-                f"bucket, which requires {len(self.max_tokens)} `boundaries`. Pass "
-                "them, or pass `max_tokens` as one integer, without commas, or as a "
-                "function of T."
-            )
-        last, multiple = self.longest(lengths), int(self.multiples[0])
-        self.check_shapes(np.array([last]))
-        policy: Any = self.overlong
-        ends, examples, tokens = cumulative(lengths, last, multiple, policy)
-        # If `last` is very large, `cumulative` returns only lengths that are needed.
-        complete = len(ends) == last // multiple <= _MAX_CANDIDATES
-        if not complete:
-            needed = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
-            ends, examples, tokens = ends[needed], examples[needed], tokens[needed]
-        batch_sizes = self.batch_sizes(ends)
-        # A budget that grows with T may be too small for any short row.
-        fit = np.flatnonzero(batch_sizes)
-        ends, examples, batch_sizes = ends[fit], examples[fit], batch_sizes[fit]
-        check_countable(
-            int((batch_sizes * ends).max()) * self.accumulate,
-            "The number of tokens per step, from `max_tokens` and "
-            f"`accumulate={self.accumulate}`,",
-            "Lower one of the two.",
-        )
-        sizes = self.sizes(ends, batch_sizes, examples)
-        return Candidates(ends, examples, tokens[fit], sizes, complete)
-
     def sizes(
         self, seq_lens: np.ndarray, batch_sizes: np.ndarray, examples: np.ndarray
     ) -> StepSizes:
@@ -332,7 +274,7 @@ class Limits:
             batch_sizes,
             lambda shape, rows: self.costs(rows, seq_lens[shape]),
             examples,
-            *(self.batch_size_multiple, self.min_batch_size, self.accumulate),
+            *(self.batch_size_multiple, self.least_batch_size, self.accumulate),
             sample=self.sample,
             is_linear=isinstance(
                 self.cost_fn, TokenCost | TransformerCost | StepTime | None
@@ -362,11 +304,11 @@ class Limits:
             return np.array(budget, np.int64)
         if not callable(budget):
             return np.full(len(seq_lens), budget, np.int64)
-        budgets = (
-            (size, _call("max_tokens", budget, size)) for size in self._named(seq_lens)
+        checked = (
+            check_positive(f"max_tokens({size!r})", budget(size))
+            for size in self._named(seq_lens)
         )
-        checked = [check_positive(f"max_tokens({t!r})", x) for t, x in budgets]
-        return np.array(checked, np.int64)
+        return np.fromiter(checked, np.int64, len(seq_lens))
 
     def _named(self, seq_lens: np.ndarray) -> list[Any]:
         """Returns the T of each shape as users see it: an integer, or `Sizes`."""
@@ -386,15 +328,13 @@ class Limits:
           The tokens as int64 without a `cost_fn`, float64 costs with one.
 
         Raises:
-          ValueError: if `cost_fn` raises an exception, or returns a cost that is not
-            positive.
+          ValueError: if `cost_fn` returns a cost that is not positive.
         """
         if self.cost_fn is None:
             return batch_sizes * _totals(seq_lens)
-        pairs = zip(batch_sizes.tolist(), self._named(seq_lens), strict=True)
-        costs = ((x, _call("cost_fn", self.cost_fn, *x)) for x in pairs)
-        checked = [check_cost(f"cost_fn{shape!r}", cost) for shape, cost in costs]
-        return np.array(checked, np.float64)
+        shapes = zip(batch_sizes.tolist(), self._named(seq_lens), strict=True)
+        costs = (check_cost(f"cost_fn{x!r}", self.cost_fn(*x)) for x in shapes)
+        return np.fromiter(costs, np.float64, len(seq_lens))
 
     def costed(self, plan: BucketPlan) -> BucketPlan:
         """Returns a plan with the same shapes, and the costs of their steps.
@@ -470,8 +410,7 @@ class Limits:
         if batch_sizes.all():
             return batch_sizes
         bad = int(np.argmin(batch_sizes))
-        multiple = self.batch_size_multiple
-        least = -(-self.min_batch_size // multiple) * multiple
+        multiple, least = self.batch_size_multiple, self.least_batch_size
         budget = self.max_tokens
         if isinstance(budget, Mapping):
             pairs = zip(self.sequences, seq_lens.max(axis=0).tolist(), strict=True)
@@ -494,14 +433,3 @@ class Limits:
 def _totals(seq_lens: np.ndarray) -> np.ndarray:
     """Returns the positions of a row of each shape, `[n]`, over all sequences."""
     return seq_lens if seq_lens.ndim == 1 else seq_lens.sum(axis=1)
-
-
-def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls the user's function, and turns any exception into a ValueError."""
-    try:
-        return function(*args)
-    except Exception as error:
-        raise ValueError(
-            f"`{name}({', '.join(map(repr, args))})` raised {type(error).__name__}: "
-            f"{error}. Fix the function."
-        ) from error

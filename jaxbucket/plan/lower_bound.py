@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from jaxbucket.plan.boundary_rules import Candidates
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.flow.batch_sizes import fitted
 from jaxbucket.plan.flow.step_sizes import StepSizes
 

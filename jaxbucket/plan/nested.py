@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxbucket.plan.boundary_rules import Candidates
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.optimal import optimal
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxbucket.plan.boundary_rules import RULES, Candidates
+from jaxbucket.plan.boundary_rules import RULES
 from jaxbucket.plan.branch_and_bound import Search
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.dense import evenly_dense, improved, near
 from jaxbucket.plan.flow.batch_sizes import Fit
 from jaxbucket.plan.lower_bound import (

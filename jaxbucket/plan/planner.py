@@ -14,6 +14,7 @@ from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_planner import plan_sequences, plan_sequences_at
@@ -183,7 +184,7 @@ def _plan_by(
     chooser: Chooser, lengths: np.ndarray, limits: Limits, num_buckets: int
 ) -> BucketPlan:
     """Returns the plan with the boundaries that a function chooses."""
-    candidates = limits.candidates(lengths)
+    candidates = Candidates.of(lengths, limits)
     num_buckets = min(num_buckets, len(candidates))
     chosen = np.asarray(chooser(candidates, num_buckets))
     _check_chosen(chosen, len(candidates), num_buckets)

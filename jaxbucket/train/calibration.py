@@ -32,6 +32,7 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, as_arrays, sequence_names
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.limits import Limits
 from jaxbucket.sharding import (
@@ -111,7 +112,7 @@ def calibration_shapes(limits: Limits, lengths: ArrayLike) -> list[Bucket]:
       ValueError: if `plan_buckets` does not accept the lengths or limits.
     """
     lengths = check_lengths(lengths)
-    candidates = limits.candidates(lengths)
+    candidates = Candidates.of(lengths, limits)
     shortest = min(np.percentile(lengths, _SHORT_PERCENTILE), candidates.seq_lens[-1])
     wanted = np.geomspace(shortest, candidates.seq_lens[-1], _NUM_LENGTHS)
     # The slack keeps rounding errors from skipping a candidate that is hit exactly.

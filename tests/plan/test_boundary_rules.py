@@ -5,16 +5,16 @@ import pytest
 
 from jaxbucket import BucketPlan, plan_buckets, report
 from jaxbucket.plan.boundary_rules import (
-    Candidates,
     powers_of_two,
     quantile,
 )
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES
 
 
 def candidates(lengths: np.ndarray, max_tokens: int = 4096) -> Candidates:
-    return Limits(max_tokens=max_tokens).candidates(lengths)
+    return Candidates.of(lengths, Limits(max_tokens=max_tokens))
 
 
 def test_quantile_buckets_have_equally_many_examples():

@@ -9,6 +9,7 @@ import pytest
 
 from jaxbucket import plan_buckets, report
 from jaxbucket.plan.branch_and_bound import Search
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.dense import evenly_dense, improved
 from jaxbucket.plan.limits import Limits
@@ -252,7 +253,7 @@ def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
     lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
     cost, num_buckets = COSTS[name] or TokenCost(), int(rng.integers(1, 6))
     limits = Limits(max_tokens=300, cost_fn=cost)
-    optimum = Optimum(limits.candidates(lengths), 6)
+    optimum = Optimum(Candidates.of(lengths, limits), 6)
     expected = steady(lengths, num_buckets, 300, cost)
     assert optimum.steady_cost(num_buckets) == pytest.approx(expected, rel=1e-9)
     plan = plan_buckets(lengths, max_tokens=300, num_buckets=num_buckets, cost_fn=cost)
@@ -266,7 +267,7 @@ def test_more_buckets_never_cost_more(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1, 2000), 1, 500).astype(int)
     limits = Limits(max_tokens=2000, cost_fn=COSTS["measured"])
-    candidates = limits.candidates(lengths)
+    candidates = Candidates.of(lengths, limits)
     optimum, chosen, before = Optimum(candidates, 8), None, np.inf
     for num_buckets in range(1, 9):
         chosen = optimum.choice(num_buckets, chosen)
@@ -287,7 +288,7 @@ def test_few_batches_are_planned_well(seed, name):
     lengths = np.clip(rng.lognormal(5, 1, 1500), 1, 3000).astype(int)
     max_tokens = int(lengths.sum() // rng.integers(3, 30) + 3000)
     limits = Limits(max_tokens=max_tokens, cost_fn=COSTS[name])
-    candidates = limits.candidates(lengths)
+    candidates = Candidates.of(lengths, limits)
     before = np.inf
     for num_buckets in (2, 4, 8, 20, 32):
         optimum = Optimum(candidates, num_buckets)
@@ -306,7 +307,7 @@ def test_an_incomplete_search_is_no_worse_than_any_rule(monkeypatch):
     for _ in range(20):
         lengths = np.clip(rng.lognormal(4, 1, 500), 1, 900).astype(int)
         limits = Limits(max_tokens=int(rng.integers(1000, 30_000)))
-        candidates = limits.candidates(lengths)
+        candidates = Candidates.of(lengths, limits)
         optimum = Optimum(candidates, 12)
         cost = candidates.epoch_cost(optimum.choice(12))
         for name, rule in RULES.items():
@@ -328,7 +329,7 @@ def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
     plan = plan_buckets(lengths, max_tokens=4096, num_buckets=5, cost_fn=cost)
     assert all(b.seq_len % 8 == 0 or b.seq_len == 199 for b in plan.buckets)
     limits = Limits(max_tokens=4096, cost_fn=cost)
-    optimum = Optimum(limits.candidates(lengths), 5)
+    optimum = Optimum(Candidates.of(lengths, limits), 5)
     least = min(
         report(
             plan_buckets(lengths, max_tokens=4096, boundaries=[*ends, 199]), lengths
@@ -346,7 +347,7 @@ def many_lengths(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(2))
 def test_bounding_memory_does_not_change_the_choice(monkeypatch, seed):
     limits = Limits(max_tokens=8192 * (1 + 40 * seed), cost_fn=StepTime(0.1, 1e-4, 0))
-    candidates = limits.candidates(many_lengths(seed).astype(int))
+    candidates = Candidates.of(many_lengths(seed).astype(int), limits)
     expected = Optimum(candidates, 6).choice(6)
     # Far fewer than are examined, so that each search has to discard some.
     monkeypatch.setattr("jaxbucket.plan.branch_and_bound._MAX_STATES", 100)
@@ -358,7 +359,7 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
     monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 1_000_000)
     monkeypatch.setattr("jaxbucket.plan.optimal._MAX_PAIRS", 2_000_000)
     limits = Limits(max_tokens=2**40, cost_fn=StepTime(0.1, 1e-4, 1e-7))
-    candidates = limits.candidates(many_lengths(0).astype(int))
+    candidates = Candidates.of(many_lengths(0).astype(int), limits)
     searches = []
 
     def improve(self, *known, original=Search.improve):
@@ -383,7 +384,7 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
 def test_improved_boundaries_are_close_to_the_bound(seed):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
-    problem = Problem.of(Limits(max_tokens=3000).candidates(lengths), 40)
+    problem = Problem.of(Candidates.of(lengths, Limits(max_tokens=3000)), 40)
     num_buckets = int(rng.integers(8, 40))
 
     def full_batches(chosen: np.ndarray) -> int:

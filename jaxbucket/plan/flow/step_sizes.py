@@ -52,7 +52,7 @@ class StepSizes:
         costs_fn: Callable[[np.ndarray, np.ndarray], np.ndarray],
         examples: np.ndarray,
         multiple: int,
-        min_batch_size: int,
+        smallest: int,
         accumulate: int,
         sample: bool,
         is_linear: bool = False,
@@ -65,13 +65,12 @@ class StepSizes:
           examples: `[G]` int64, the largest number of examples of each shape. No B is
             larger than these fill.
           multiple: the number of which every B is a multiple.
-          min_batch_size: the smallest B.
+          smallest: the smallest B, a multiple of this number.
           accumulate: the number of batches per step, all of the same shape.
           sample: whether there are more examples, so that every B is the largest.
           is_linear: whether costs are known to be linear in B, so that two of them are
             enough.
         """
-        smallest = -(-min_batch_size // multiple) * multiple
         filled = -(-examples // (multiple * accumulate)) * multiple
         # Other costs may be lower for a larger batch.
         filled = np.maximum(filled if is_linear else 2 * filled, smallest)
@@ -83,7 +82,7 @@ class StepSizes:
         shapes = np.repeat(np.arange(len(most)), len(knots))
         costs = costs_fn(shapes, rows.ravel()).reshape(rows.shape)
         if not is_linear and not sample and len(knots) > 2 and _on_a_line(rows, costs):
-            args = (batch_sizes, costs_fn, examples, multiple, min_batch_size)
+            args = (batch_sizes, costs_fn, examples, multiple, smallest)
             return cls.of(*args, accumulate, sample, is_linear=True)
         # A batch that holds more rows and costs less holds these rows, too.
         least = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]

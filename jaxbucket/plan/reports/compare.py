@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,6 +13,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.joint_planner import fitted_plan, plan_sequences
 from jaxbucket.plan.limits import Limits
@@ -25,7 +26,6 @@ from jaxbucket.plan.reports.comparison import (
     OPTIMAL,
     ComparedPlan,
     Comparison,
-    by_cost,
 )
 from jaxbucket.plan.reports.epoch import report
 
@@ -77,10 +77,10 @@ def compare_plans(
     num_buckets = check_positive("num_buckets", num_buckets)
     limits = limits.of(lengths)
     if isinstance(lengths, Mapping):
-        rules = _sequence_rules(lengths, limits, num_buckets)
+        plans, least_cost = _sequence_rules(lengths, limits, num_buckets), None
+        exact = False
     else:
-        rules = _rules(check_lengths(lengths), limits, num_buckets)
-    plans = rules.plans
+        plans, least_cost, exact = _rules(check_lengths(lengths), limits, num_buckets)
     for name, plan in (others or {}).items():
         if name in plans:
             raise ValueError(
@@ -88,40 +88,23 @@ def compare_plans(
             )
         plans[name] = _costed(plan, limits)
     options: Any = {"remainder": remainder, "accumulate": limits.accumulate}
-    compared = [
+    compared = tuple(
         ComparedPlan(name, plan, report(plan, lengths, **options))
         for name, plan in plans.items()
-    ]
-    return Comparison(
-        by_cost(compared, compared[0].report.real_tokens),
-        rules.least_cost,
-        rules.num_buckets,
-        rules.exact and remainder == "cheapest",
     )
+    exact = exact and remainder == "cheapest"
+    return Comparison(compared, least_cost, num_buckets, exact)
 
 
-class _Rules(NamedTuple):
-    """The plans of all rules.
-
-    Attributes:
-      plans: the name of each rule -> its plan, the optimal one first.
-      least_cost: a lower bound of the cost of an epoch, with one length.
-      num_buckets: the maximum number of shapes.
-      exact: whether the optimal plan is proven to be the cheapest.
-    """
-
-    plans: dict[str, BucketPlan]
-    least_cost: float | None
-    num_buckets: int
-    exact: bool
-
-
-def _rules(lengths: np.ndarray, limits: Limits, num_buckets: int) -> _Rules:
-    candidates = limits.candidates(lengths)
+def _rules(
+    lengths: np.ndarray, limits: Limits, num_buckets: int
+) -> tuple[dict[str, BucketPlan], float, bool]:
+    """Returns each rule's plan, a bound of their costs, and `Optimum.exact`."""
+    candidates = Candidates.of(lengths, limits)
     num_buckets = min(num_buckets, len(candidates))
     optimum = Optimum(candidates, num_buckets)
     chosen = {OPTIMAL: optimum.choice(num_buckets)}
-    by_tokens = dataclasses.replace(limits, cost_fn=None).candidates(lengths)
+    by_tokens = Candidates.of(lengths, dataclasses.replace(limits, cost_fn=None))
     if not _are_proportional(candidates.costs, by_tokens.costs):
         chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
     for name, rule in RULES.items():
@@ -135,12 +118,12 @@ def _rules(lengths: np.ndarray, limits: Limits, num_buckets: int) -> _Rules:
     # Without `min`, rounding errors could raise the bound above the best plan.
     cost = candidates.epoch_cost(chosen[OPTIMAL])
     least_cost = min(optimum.steady_cost(num_buckets), cost)
-    return _Rules(plans, least_cost, num_buckets, optimum.exact)
+    return plans, least_cost, optimum.exact
 
 
 def _sequence_rules(
     lengths: Mapping[str, ArrayLike], limits: Limits, num_buckets: int
-) -> _Rules:
+) -> dict[str, BucketPlan]:
     plans = {OPTIMAL: plan_sequences(lengths, limits, num_buckets)}
     planned = limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
     for name, seq_lens in nested_shapes(planned, limits, num_buckets):
@@ -149,7 +132,7 @@ def _sequence_rules(
     # One shape that holds all examples may exceed the limits.
     if limits.batch_sizes(longest)[0] > 0:
         plans[ONE_SHAPE] = fitted_plan(limits, longest, lengths)
-    return _Rules(plans, None, num_buckets, exact=False)
+    return plans
 
 
 def _costed(plan: BucketPlan, limits: Limits) -> BucketPlan:

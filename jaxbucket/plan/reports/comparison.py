@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
@@ -85,6 +85,13 @@ class Comparison(Record):
     exact: bool
     note: str = ""
 
+    def __post_init__(self):
+        # The sort is stable, so plans with the same cost keep their order.
+        plans = sorted(
+            self.plans, key=lambda x: (self.is_of_other_data(x), x.report.epoch_cost)
+        )
+        object.__setattr__(self, "plans", tuple(plans))
+
     def __getitem__(self, name: str) -> ComparedPlan:
         return {compared.name: compared for compared in self.plans}[name]
 
@@ -109,8 +116,7 @@ class Comparison(Record):
             raise ValueError(
                 f"`plans` have repeated names: {names}. Rename one of them."
             )
-        ordered = by_cost(plans, self[OPTIMAL].report.real_tokens)
-        return dataclasses.replace(self, plans=ordered, note=note)
+        return dataclasses.replace(self, plans=plans, note=note)
 
     def with_unit(self, unit: str) -> Comparison:
         """Returns the comparison with another unit of lengths, such as "bytes"."""
@@ -204,22 +210,3 @@ class Comparison(Record):
             format_number(epoch.epoch_cost, epoch.cost_unit),
             "-" if self.is_of_other_data(compared) else over,
         )
-
-
-def by_cost(
-    plans: Sequence[ComparedPlan], real_tokens: int
-) -> tuple[ComparedPlan, ...]:
-    """Sorts plans by the cost of an epoch.
-
-    Plans with a different number of real tokens come last. The sort is stable,
-    so plans with the same cost keep their order.
-    """
-    return tuple(
-        sorted(
-            plans,
-            key=lambda one: (
-                one.report.real_tokens != real_tokens,
-                one.report.epoch_cost,
-            ),
-        )
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,7 +29,7 @@ from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_
 # A limit is wasteful if all batches are smaller by this factor, or if it causes this
 # share of the positions of an epoch.
 _MUCH_LESS, _MUCH = 2, 0.1
-# The fields about examples that are left out or changed; `_changes` returns the first.
+# The fields about examples that are left out or changed.
 _CHANGES = (
     *("dropped_examples", "truncated_examples", "truncated_tokens"),
     *("split_examples", "chunks"),
@@ -103,6 +103,8 @@ def report(
     real = int(kept.sum())
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
     in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
+    cut = (total_lengths(rows) - total_lengths(plan.truncated(rows)))[index >= 0]
+    cut = cut[cut > 0]
     split = int(np.count_nonzero(np.asarray(lengths) > plan.max_seq_len)) if full else 0
     return Report(
         buckets=_bucket_reports(plan, flow, batches, tokens),
@@ -114,7 +116,9 @@ def report(
         padding_in_rows=(in_rows - real) / max(padded, 1),
         padding_in_empty_rows=(padded - in_rows) / max(padded, 1),
         left_over_examples=int(flow.dropped.sum()),
-        **_changes(plan, rows, index),
+        dropped_examples=int(np.count_nonzero(index < 0)),
+        truncated_examples=len(cut),
+        truncated_tokens=int(cut.sum()),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         split_examples=split,
@@ -155,16 +159,6 @@ def changed_examples(plan: BucketPlan, lengths: Lengths) -> dict[str, int]:
     """
     epoch = report(plan.unpacked, lengths)
     return {name: getattr(epoch, name) for name in _CHANGES}
-
-
-def _changes(
-    plan: BucketPlan, lengths: np.ndarray, index: np.ndarray
-) -> dict[str, Any]:
-    """Returns the numbers of examples that are left out or truncated."""
-    totals, used = total_lengths(lengths), total_lengths(plan.truncated(lengths))
-    lost = (totals - used)[(index >= 0) & (used < totals)]
-    numbers = (*(np.count_nonzero(index < 0), len(lost), lost.sum()),)
-    return dict(zip(_CHANGES, map(int, numbers), strict=False))
 
 
 def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:

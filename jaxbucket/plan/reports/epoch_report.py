@@ -213,35 +213,27 @@ class Report(Record):
         if self.cost_unit != "tokens":
             cost = format_cost(self.epoch_cost, self.cost_unit)
             lines.append(f"Predicted epoch: {cost}.")
-        if self.left_over_examples:
-            lines.append(
-                f"{self.left_over_examples:,} examples do not fill a batch and are "
-                "left out of each epoch."
-            )
-        if self.dropped_examples:
-            lines.append(
-                f"{self.dropped_examples:,} examples are too long and are dropped."
-            )
-        if self.unselected_examples:
-            lines.append(
-                f"{self.unselected_examples:,} examples are not in the subset."
-            )
-        if self.truncated_examples:
-            lines.append(
-                f"{self.truncated_examples:,} examples are too long and are truncated; "
-                f"{self.truncated_tokens:,} {self.unit} are lost in total."
-            )
-        if self.split_examples:
-            lines.append(
-                f"{self.split_examples:,} examples are too long and are split into "
-                f"{self.chunks:,} chunks."
-            )
-        if self.packed_examples:
-            lines.append(
-                f"{self.packed_examples:,} examples are packed in {self.examples:,} "
-                "rows; a boolean attention mask takes up to "
-                f"{self.mask_bytes / 2**20:,.1f} MiB."
-            )
+        for number, what in (
+            (self.left_over_examples, "do not fill a batch and are left out"),
+            (self.dropped_examples, "are too long and are dropped"),
+            (self.unselected_examples, "are not in the subset"),
+            (
+                self.truncated_examples,
+                f"are too long and are truncated; {self.truncated_tokens:,} "
+                f"{self.unit} are lost in total",
+            ),
+            (
+                self.split_examples,
+                f"are too long and are split into {self.chunks:,} chunks",
+            ),
+            (
+                self.packed_examples,
+                f"are packed in {self.examples:,} rows; a boolean attention mask takes "
+                f"up to {self.mask_bytes / 2**20:,.1f} MiB",
+            ),
+        ):
+            if number:
+                lines.append(f"{number:,} examples {what}.")
         if self.autocorrelation is not None:
             lines.append(
                 f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."

@@ -1,0 +1,175 @@
+"""`Candidates`: the lengths at which a bucket may end, and what each holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.checks import check_countable
+from jaxbucket.base.policies import TRUNCATING, Overlong
+from jaxbucket.plan.chunks import last_chunks
+from jaxbucket.plan.flow.batch_sizes import Fit, fitted
+from jaxbucket.plan.flow.step_sizes import StepSizes
+from jaxbucket.plan.histogram import value_counts
+from jaxbucket.plan.limits import Limits
+
+# Up to this length, all multiples are counted.
+_MAX_TABLE = 1 << 24
+# With more possible T, only the rounded-up lengths of examples are candidates. Other T
+# could save a little, in the last batch of a bucket, so the plan is not proven optimal.
+_MAX_CANDIDATES = 1 << 18
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The lengths at which a bucket may end, and how many examples each holds.
+
+    Attributes:
+      seq_lens: `[G]` int64, the candidates, increasing.
+      examples: `[G]` int64, the number of examples that are at most this long.
+      tokens: `[G]` int64, the number of real tokens in these examples.
+      sizes: the numbers of rows that a step of each length may have, and their costs.
+      complete: whether every possible boundary is a candidate. False if there were too
+        many, so that some are left out.
+    """
+
+    seq_lens: np.ndarray
+    examples: np.ndarray
+    tokens: np.ndarray
+    sizes: StepSizes
+    complete: bool = True
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, limits: Limits) -> Candidates:
+        """Returns every T at which a bucket may end.
+
+        Args:
+          lengths: `[N]` integers, one per example.
+          limits: the limits of all shapes, and the cost of a step.
+
+        Raises:
+          ValueError: if no row of the last bucket fits in `max_tokens`, or if
+            `max_tokens` is a sequence, whose budgets belong to given boundaries.
+        """
+        if isinstance(limits.max_tokens, tuple):
+            number = len(limits.max_tokens)
+            raise ValueError(
+                f"`max_tokens` has {number} budgets, which requires {number} "
+                "`boundaries`. Pass them, or pass `max_tokens` as one integer, without "
+                "commas, or as a function of T."
+            )
+        last, multiple = limits.longest(lengths), int(limits.multiples[0])
+        limits.check_shapes(np.array([last]))
+        policy: Any = limits.overlong
+        ends, examples, tokens = _cumulative(lengths, last, multiple, policy)
+        # If `last` is very large, only lengths that are needed are counted.
+        complete = len(ends) == last // multiple <= _MAX_CANDIDATES
+        if not complete:
+            needed = np.append(np.diff(examples, prepend=0)[:-1] > 0, True)
+            ends, examples, tokens = ends[needed], examples[needed], tokens[needed]
+        batch_sizes = limits.batch_sizes(ends)
+        # A budget that grows with T may be too small for any short row.
+        fit = np.flatnonzero(batch_sizes)
+        ends, examples, batch_sizes = ends[fit], examples[fit], batch_sizes[fit]
+        check_countable(
+            int((batch_sizes * ends).max()) * limits.accumulate,
+            "The number of tokens per step, from `max_tokens` and "
+            f"`accumulate={limits.accumulate}`,",
+            "Lower one of the two.",
+        )
+        sizes = limits.sizes(ends, batch_sizes, examples)
+        return cls(ends, examples, tokens[fit], sizes, complete)
+
+    def __len__(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def batch_sizes(self) -> np.ndarray:
+        """`[G]` int64, the largest number of rows in a step of each length."""
+        return self.sizes.most
+
+    @property
+    def costs(self) -> np.ndarray:
+        """`[G]` float64 or int64, the cost of the largest step of each length."""
+        return self.sizes.costs[:, -1]
+
+    def take(self, index: np.ndarray) -> Candidates:
+        """Returns some of the candidates.
+
+        Args:
+          index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
+        """
+        names = ("seq_lens", "examples", "tokens")
+        columns = {name: getattr(self, name)[index] for name in names}
+        return dataclasses.replace(self, sizes=self.sizes.take(index), **columns)
+
+    def counts(self, chosen: np.ndarray) -> np.ndarray:
+        """Returns the number of examples in each bucket, `[K]`.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
+        return np.diff(self.examples[chosen], prepend=0)
+
+    def epoch_cost(self, chosen: np.ndarray) -> float:
+        """Returns the total cost of the batches of one epoch, remainders included.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
+        return self.fit(chosen).cost
+
+    def fit(self, chosen: np.ndarray) -> Fit:
+        """Returns the cheapest steps of each bucket.
+
+        Args:
+          chosen: `[K]` increasing indices of the candidates at which buckets end.
+        """
+        return fitted(self.sizes.take(chosen), self.counts(chosen))
+
+
+def _cumulative(
+    lengths: np.ndarray, last: int, multiple: int, overlong: Overlong
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns lengths at which a bucket may end, and counts of the examples up to each.
+
+    Args:
+      lengths: `[N]` positive integers.
+      last: the length of the last bucket, a multiple of `multiple`.
+      multiple: the number of which every boundary is a multiple.
+      overlong: the policy for examples longer than `last`. The chunks of examples that
+        are split count as examples.
+
+    Returns:
+      `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
+      examples that are at most this long; and `[G]` int64, the number of their tokens.
+    """
+    full = 0
+    if overlong == "split":
+        lengths, full = last_chunks(lengths, last)
+    elif lengths.max() > last:
+        lengths = np.minimum(lengths, last + 1)
+    values, counts = value_counts(lengths)
+    values, over = values.astype(np.int64), 0
+    if values[-1] > last:
+        values, counts, over = values[:-1], counts[:-1], int(counts[-1])
+    if last <= _MAX_TABLE:
+        ends = np.arange(multiple, last + 1, multiple)
+    else:
+        ends = np.unique(np.append(-(-values // multiple) * multiple, last))
+    # The number of distinct lengths up to each end; it may be 0 for the first ends.
+    num_values = np.searchsorted(values, ends, side="right")
+    examples = np.append(0, np.cumsum(counts))[num_values]
+    tokens = np.append(0, np.cumsum(counts * values))[num_values]
+    if overlong in TRUNCATING:
+        full = over
+    examples[-1] += full
+    tokens[-1] += full * last
+    if examples[-1] == 0:
+        raise ValueError(
+            f"Every example is longer than `max_seq_len={last}`, and "
+            "`overlong='drop'` leaves all of them out. Raise `max_seq_len`."
+        )
+    return ends, examples, tokens
