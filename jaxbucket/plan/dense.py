@@ -1,19 +1,16 @@
 """Boundaries for very many buckets, when a search over all candidates is too slow.
 
-The initial boundaries follow the density that is best for full batches on average. Then
-dynamic programming improves groups of neighboring boundaries, one group at a time.
+They follow the density that is best for full batches on average.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxbucket.plan.lower_bound import Problem, lower_bounds, traced_ends
+from jaxbucket.plan.lower_bound import Problem
 
 # Lengths are counted in this many bins, because counts of single lengths are noisy.
 _NUM_BINS = 1024
-# The smallest group of boundaries that are improved together.
-_MIN_GROUP = 4
 
 
 def evenly_dense(problem: Problem, num_buckets: int) -> np.ndarray:
@@ -34,33 +31,6 @@ def evenly_dense(problem: Problem, num_buckets: int) -> np.ndarray:
     total = np.append(0, np.cumsum(density))
     shares = total[-1] * np.arange(1, num_buckets) / num_buckets
     return np.unique(np.append(np.interp(shares, total, ends).astype(np.int64), last))
-
-
-def improved(problem: Problem, chosen: np.ndarray, most_pairs: int) -> np.ndarray:
-    """Returns improved boundaries: indices, `[K]`, whose full batches cost no more.
-
-    Groups of neighboring boundaries are optimized together, and then once more with the
-    groups shifted by half their size.
-
-    Args:
-      problem: the candidates.
-      chosen: increasing indices of candidates, the initial boundaries.
-      most_pairs: about how many pairs of a bucket's start and end to examine. It
-        determines the size of the groups.
-    """
-    pairs = len(problem) * len(problem).bit_length()
-    group_size = max(_MIN_GROUP, most_pairs // (2 * pairs))
-    for first in (group_size, group_size // 2):
-        ends, start = [], 0
-        for group in np.split(chosen, range(first, len(chosen), group_size)):
-            end = int(group[-1]) + 1
-            _, best = lower_bounds(
-                problem.part(start, end), min(len(group), end - start)
-            )
-            ends.append(start + traced_ends(best))
-            start = end
-        chosen = np.concatenate(ends)
-    return chosen
 
 
 def near(chosen: np.ndarray, size: int, num_candidates: int) -> np.ndarray:

@@ -82,16 +82,6 @@ class Problem:
             *(self.rates[index], self.scale),
         )
 
-    def part(self, start: int, end: int) -> Problem:
-        """Returns the problem restricted to candidates `start` to `end - 1`.
-
-        Its examples are longer than candidate `start - 1`.
-        """
-        part = self.take(np.arange(start, end))
-        below = self.below[start : end + 1] - self.below[start]
-        beyond = self.beyond[start : end + 1] - self.beyond[end]
-        return dataclasses.replace(part, below=below, beyond=beyond)
-
     def relaxed(self, index: np.ndarray) -> Problem:
         """Returns a problem with some of the candidates, whose bounds hold for all.
 

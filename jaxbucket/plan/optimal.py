@@ -16,7 +16,7 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import RULES
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.candidates import Candidates
-from jaxbucket.plan.dense import evenly_dense, improved, near
+from jaxbucket.plan.dense import evenly_dense, near
 from jaxbucket.plan.flow.batch_sizes import Fit
 from jaxbucket.plan.lower_bound import (
     INFINITE,
@@ -37,11 +37,9 @@ _UNPROVEN_PAIRS, _HARDLY_LESS = 2_000_000, 1 - 2e-5
 _SOFT_TOTAL_PAIRS, _MAX_TOTAL_PAIRS = 660_000_000, 900_000_000
 # If the bounds need more pairs, only some candidates are used. About half a second.
 _MAX_BOUND_PAIRS = 80_000_000
-# Candidates per bucket: below `_WIDE`, dense boundaries are improved in groups, and
+# Candidates per bucket: below `_WIDE`, dense boundaries are not optimized together, and
 # below `_NARROW`, the search uses fewer buckets.
 _WIDE, _NARROW = 16, 4
-# Pairs for improving the boundaries of very many buckets: about a second.
-_DENSE_PAIRS = 20_000_000
 # Costs of steps above that of a known epoch by this factor are not told apart.
 _MAX_RATIO = 1 << 20
 # Up to this limit, `max_buckets` is not reduced to the number of useful buckets.
@@ -220,7 +218,7 @@ class Optimum:
         best = min(choices, key=problem.epoch_cost)
         size = _feasible_size(len(problem), len(best))
         if size < _WIDE * len(best):
-            return improved(problem, best, _DENSE_PAIRS)
+            return best
         # With many candidates per bucket, all boundaries are optimized together.
         grid = evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]

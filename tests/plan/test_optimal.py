@@ -11,9 +11,7 @@ from jaxbucket import plan_buckets, report
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime, TokenCost, TransformerCost
-from jaxbucket.plan.dense import evenly_dense, improved
 from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.lower_bound import Problem, lower_bounds
 from jaxbucket.plan.optimal import Optimum, optimal
 from jaxbucket.plan.planner import RULES, plan_within
 
@@ -375,24 +373,3 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
     for name, rule in RULES.items():
         if name != "optimal":
             assert cost <= candidates.epoch_cost(rule(candidates, 8))
-
-
-# Very many buckets
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_improved_boundaries_are_close_to_the_bound(seed):
-    rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(5, 1, 5000), 1, 1500).astype(int)
-    problem = Problem.of(Candidates.of(lengths, Limits(max_tokens=3000)), 40)
-    num_buckets = int(rng.integers(8, 40))
-
-    def full_batches(chosen: np.ndarray) -> int:
-        return int(np.diff(problem.examples[chosen], prepend=0) @ problem.rates[chosen])
-
-    chosen = evenly_dense(problem, num_buckets)
-    better = improved(problem, chosen, most_pairs=200_000)
-    assert len(better) <= len(chosen) <= num_buckets
-    assert np.all(np.diff(better) > 0) and better[-1] == len(problem) - 1
-    least = int(lower_bounds(problem, len(chosen))[0][-1][0])
-    assert least <= full_batches(better) <= full_batches(chosen) < 1.2 * least
