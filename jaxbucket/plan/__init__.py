@@ -1,10 +1,27 @@
 """From lengths to a `BucketPlan`: the shapes (B, T) that minimize the cost of an epoch.
 
-`limits` determines the batch size for each T, `histogram` counts the lengths, and
-`costs` defines the cost of a step of each shape. `optimal` and `boundary_rules` choose
-the boundaries of buckets, `joint_planner` those of several sequences, and `remainder`
-assigns the examples that do not fill a batch. `planner` combines these modules, and
-`reports` describes a plan and its cost.
+How a plan for one length comes about (`planner.plan_within`):
+
+1. `limits.Limits` hold the options. They say how large B may be for a T, which numbers
+   of rows a step may have and what these cost (`flow.step_sizes`, with `costs`).
+2. `candidates` count the examples up to every T at which a bucket may end.
+3. `optimal` chooses K of them: `lower_bound` bounds the cost of all longer examples by
+   dynamic programming, as if every batch were full, and `branch_and_bound` extends
+   choices bucket by bucket, remainders included, pruned by these bounds. With too many
+   candidates, `dense` first picks some. `boundary_rules` are simpler ways to choose.
+4. `flow.batch_sizes` chooses B of each bucket for the examples that it gets, and
+   `Limits.plan` makes the plan.
+
+How a plan for two lengths comes about (`joint_planner.plan_sequences`):
+
+1. `joint_points` count the examples that need each combination of T.
+2. `nested` finds shapes to start from, by `optimal` with one number for each example.
+3. `joint_search` adds and swaps shapes while an epoch becomes cheaper.
+4. Every set of shapes that it found gets B by `flow.batch_sizes`; the cheapest is taken.
+
+In both, `flow.remainder` says where examples go that do not fill a batch: it is also
+what `BatchSchedule` follows. `curve` compares numbers of buckets, and `reports` describe
+an epoch of a plan.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

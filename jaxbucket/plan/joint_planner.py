@@ -1,14 +1,11 @@
 """Plans for examples with several lengths, such as source and target.
 
-Only the distinct combinations of T that examples need matter, and how many examples
-need each: these are the `joint_points`. `joint_pricing` says what a batch of any shape
-holds and costs. Choosing K shapes is a facility location problem (every point goes to
-the cheapest shape that holds it), which `joint_search` solves as usual: it starts with
-few shapes, adds one at a time, and then swaps single shapes for others while an epoch
-becomes cheaper; `joint_swaps` counts what each of thousands of shapes would take, at
-once. It first minimizes the cost of full batches, and then that of an epoch with
-remainders. `nested` shapes are more places to start. The planner chooses B for the
-cheapest shapes found.
+Choosing K shapes is a facility location problem: every example goes to the cheapest
+shape that holds it. Only the distinct combinations of T that examples need matter, the
+`joint_points`. `joint_pricing` says what a batch of any shape holds and costs.
+`joint_search` starts with few shapes, adds one at a time, and then swaps single shapes
+for others while an epoch becomes cheaper; `joint_swaps` counts what each of thousands
+of shapes would take, at once. The planner chooses B for the cheapest shapes found.
 """
 
 from __future__ import annotations

@@ -103,16 +103,11 @@ def flow_remainders(
         return _flow(counts, batch_sizes, nowhere, drop=policy == "drop")
     if policy == "promote":
         return _flow(counts, batch_sizes, _promoting(batch_sizes, costs, above))
-    chain = np.append(np.arange(1, len(counts)), -1)
-    if above is None or np.diagonal(above, 1).all():
-        is_padded = np.array(_cheapest(counts, batch_sizes, costs)) == "pad"
-        chain = np.where(is_padded, -1, chain)
-        if above is None:
-            return _flow(counts, batch_sizes, chain)
-        known = [chain]
-    else:
-        known = []
-    known = [nowhere, _promoting(batch_sizes, costs, above), *known]
+    if above is None:
+        return _flow(counts, batch_sizes, _cheapest(counts, batch_sizes, costs))
+    known = [nowhere, _promoting(batch_sizes, costs, above)]
+    if np.diagonal(above, 1).all():
+        known.append(_cheapest(counts, batch_sizes, costs))
     flows = [_flow(counts, batch_sizes, targets) for targets in known]
     limit = min(epoch_cost(flow.batches, costs) for flow in flows)
     found = search_targets(counts, batch_sizes, costs, above, limit)
@@ -134,8 +129,8 @@ def _promoting(
 
 def _cheapest(
     counts: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray
-) -> list[str]:
-    """Returns the choice for each bucket, "promote" or "pad".
+) -> np.ndarray:
+    """Returns the targets of the cheapest epoch in a chain of buckets, `[K]`.
 
     Rows that are carried into a bucket come from a chain of consecutive buckets that
     promote. So the first bucket of the chain determines all choices within it.
@@ -163,12 +158,11 @@ def _cheapest(
         carry = np.append(0, rest[up])
         cost = np.append(padded[best], promoted[up])
         start = np.append(0, start[up])
-    choices = ["promote"] * len(starts)
-    bucket = len(starts) - 1
+    targets, bucket = np.arange(1, len(starts) + 1), len(starts) - 1
     while bucket >= 0:
-        choices[bucket] = "pad"
+        targets[bucket] = -1
         bucket = starts[bucket] - 1
-    return choices
+    return targets
 
 
 def _cheapest_of_each(
