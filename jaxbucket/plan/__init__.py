@@ -20,8 +20,8 @@ How a plan for two lengths comes about (`joint_planner.plan_sequences`):
 4. Every set of shapes that it found gets B by `flow.batch_sizes`; the cheapest is taken.
 
 In both, `flow.remainder` says where examples go that do not fill a batch: it is also
-what `BatchSchedule` follows. `curve` compares numbers of buckets, and `reports` describe
-an epoch of a plan.
+what `BatchSchedule` follows. `curve` compares numbers of buckets, and `reports`
+describe an epoch of a plan.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

@@ -237,7 +237,7 @@ def _curve(
     optimum = Optimum(candidates, max_buckets)
     # Lower bounds of the total time with 1, 2, ... buckets.
     bounds = [
-        size * compile_seconds + num_epochs * optimum.steady_cost(size)
+        size * compile_seconds + num_epochs * optimum.full_batch_cost(size)
         for size in range(1, max_buckets + 1)
     ]
     points: list[CurvePoint] = []

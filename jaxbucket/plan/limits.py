@@ -192,6 +192,11 @@ class Limits:
         return -(-self.min_batch_size // multiple) * multiple
 
     @property
+    def truncates(self) -> bool:
+        """Whether a sequence is truncated."""
+        return any(policy in TRUNCATING for policy in self._each(self.overlong))
+
+    @property
     def must_hold_all(self) -> bool:
         """Whether one bucket must hold the longest sequences together.
 
@@ -200,15 +205,10 @@ class Limits:
         """
         return self.max_seq_len is not None or self.truncates
 
-    @property
-    def truncates(self) -> bool:
-        """Whether a sequence is truncated."""
-        return any(policy in TRUNCATING for policy in self._each(self.overlong))
-
     def rounded(self, lengths: np.ndarray) -> np.ndarray:
         """Returns lengths, `[..., Q]` or `[...]`, rounded up to possible T, int64."""
-        multiples = self.multiples if self.sequences else self.multiples[0]
-        return -(-np.asarray(lengths, np.int64) // multiples) * multiples
+        lengths = np.asarray(lengths, np.int64)
+        return -(-lengths // self.multiples) * self.multiples
 
     def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the longest T of each sequence, `[Q]` int64.
@@ -313,7 +313,7 @@ class Limits:
     def _named(self, seq_lens: np.ndarray) -> list[Any]:
         """Returns the T of each shape as users see it: an integer, or `Sizes`."""
         if not self.sequences:
-            return seq_lens.tolist()
+            return seq_lens.ravel().tolist()
         rows = seq_lens.tolist()
         return [Sizes(dict(zip(self.sequences, row, strict=True))) for row in rows]
 
@@ -344,8 +344,7 @@ class Limits:
         """
         if self.cost_fn is None:
             return dataclasses.replace(plan, step_costs=None, cost_unit="tokens")
-        seq_lens = plan.seq_lens if self.sequences else plan.boundaries
-        costs = tuple(self.costs(plan.batch_sizes, seq_lens).tolist())
+        costs = tuple(self.costs(plan.batch_sizes, plan.seq_lens).tolist())
         unit = unit_of(self.cost_fn)
         return dataclasses.replace(plan, step_costs=costs, cost_unit=unit)
 

@@ -223,7 +223,7 @@ class Optimum:
         grid = evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
 
-    def steady_cost(self, num_buckets: int) -> float:
+    def full_batch_cost(self, num_buckets: int) -> float:
         """Returns the least cost of an epoch if every batch were full.
 
         This is a lower bound of the cost of every choice of at most `num_buckets`

@@ -227,7 +227,9 @@ def test_no_rule_is_cheaper_on_random_lengths(seed):
             assert best <= other
 
 
-def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -> float:
+def full_batches(
+    lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost
+) -> float:
     """Returns the least cost of full batches, by dynamic programming over lengths."""
     ends = range(1, int(lengths.max()) + 1)
     at_most = [0, *(int((lengths <= end).sum()) for end in ends)]
@@ -246,14 +248,14 @@ def steady(lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost) -
 
 @pytest.mark.parametrize("name", ["tokens", "transformer", "measured", "odd"])
 @pytest.mark.parametrize("seed", range(2))
-def test_the_steady_cost_is_the_least_cost_of_full_batches(seed, name):
+def test_the_full_batch_cost_is_the_least_cost_of_full_batches(seed, name):
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(3, 0.7, 400), 1, 60).astype(int)
     cost, num_buckets = COSTS[name] or TokenCost(), int(rng.integers(1, 6))
     limits = Limits(max_tokens=300, cost_fn=cost)
     optimum = Optimum(Candidates.of(lengths, limits), 6)
-    expected = steady(lengths, num_buckets, 300, cost)
-    assert optimum.steady_cost(num_buckets) == pytest.approx(expected, rel=1e-9)
+    expected = full_batches(lengths, num_buckets, 300, cost)
+    assert optimum.full_batch_cost(num_buckets) == pytest.approx(expected, rel=1e-9)
     plan = plan_buckets(lengths, max_tokens=300, num_buckets=num_buckets, cost_fn=cost)
     result = report(plan, lengths).epoch_cost
     # Remainders add at most one batch per bucket to the cost of full batches.
@@ -335,7 +337,7 @@ def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
         for ends in itertools.combinations(range(8, 199, 8), 4)
         if ends[0] in (32, 40, 48) and ends[-1] in (152, 160, 168)
     )
-    assert optimum.steady_cost(5) <= report(plan, lengths).epoch_cost <= least
+    assert optimum.full_batch_cost(5) <= report(plan, lengths).epoch_cost <= least
 
 
 def many_lengths(seed: int) -> np.ndarray:

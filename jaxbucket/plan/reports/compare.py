@@ -117,7 +117,7 @@ def _rules(
     }
     # Without `min`, rounding errors could raise the bound above the best plan.
     cost = candidates.epoch_cost(chosen[OPTIMAL])
-    least_cost = min(optimum.steady_cost(num_buckets), cost)
+    least_cost = min(optimum.full_batch_cost(num_buckets), cost)
     return plans, least_cost, optimum.exact
 
 
