@@ -17,7 +17,7 @@ How a plan for two lengths comes about (`joint_planner.plan_sequences`):
 1. `joint_points` count the examples that need each combination of T.
 2. `nested` finds shapes to start from, by `optimal` with one number for each example.
 3. `joint_search` adds and swaps shapes while an epoch becomes cheaper.
-4. Every set of shapes that it found gets B by `flow.batch_sizes`; the cheapest is taken.
+4. Every set of shapes found gets B by `flow.batch_sizes`, and the cheapest is taken.
 
 In both, `flow.remainder` says where examples go that do not fill a batch: it is also
 what `BatchSchedule` follows. `curve` compares numbers of buckets, and `reports`
