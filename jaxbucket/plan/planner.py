@@ -193,20 +193,14 @@ def _plan_by(
 
 def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
     """Returns the plan with the boundaries that the user gave."""
-    remedy = (
-        f"Pass increasing multiples of `seq_len_multiple={limits.seq_len_multiple}`."
-    )
-    if not boundaries:
-        raise ValueError(f"`boundaries` is empty. {remedy}")
-    previous = 0
-    for boundary in boundaries:
-        is_integer = isinstance(boundary, int | np.integer) and boundary is not True
-        is_next = is_integer and boundary > previous
-        if not is_next or boundary % int(limits.multiples[0]):
-            raise ValueError(
-                f"`boundaries` has {boundary!r} after {previous}. {remedy}"
-            )
-        previous = check_positive("boundaries", boundary)
+    array, multiple = np.asarray(boundaries), int(limits.multiples[0])
+    is_valid = array.ndim == 1 and array.size and array.dtype.kind in "iu"
+    steps = np.diff(array.astype(np.int64), prepend=0) if is_valid else array
+    if not is_valid or np.any(steps < 1) or np.any(steps % multiple):
+        raise ValueError(
+            f"`boundaries={boundaries}`: pass increasing multiples of "
+            f"`seq_len_multiple={multiple}`."
+        )
     plan = limits.plan(boundaries)
     if limits.overlong == "error":
         plan.check(lengths)

@@ -62,22 +62,6 @@ def test_points_agree_with_the_reports_of_their_plans():
     assert len(curve) > curve.chosen.num_buckets
 
 
-@pytest.mark.exhaustive
-def test_expensive_compilation_leads_to_fewer_shapes():
-    def size(compile_seconds: float, num_epochs: int = 3) -> int:
-        curve = plan_curve(
-            *(LENGTHS[:200], LIMITS),
-            compile_seconds=compile_seconds,
-            num_epochs=num_epochs,
-        )
-        return curve.chosen.num_buckets
-
-    sizes = [size(seconds) for seconds in (0.01, 0.3, 3, 1e4)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > sizes[-1] == 1
-    assert size(3, num_epochs=300) > sizes[2]
-
-
 def test_a_curve_is_printed_as_a_table():
     curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
     text = str(curve)

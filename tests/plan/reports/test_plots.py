@@ -5,18 +5,15 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 from matplotlib.collections import QuadMesh
-from matplotlib.figure import Figure
 
 from jaxbucket import Bucket, BucketPlan, Limits, plan_buckets, report
 from jaxbucket.plan import (
     TokenCost,
-    TransformerCost,
     chunk_lengths,
     compare_plans,
     plan_curve,
 )
 from jaxbucket.plan.reports.plots import (
-    comparison_height,
     plot_comparison,
     plot_curve,
     plot_histogram,
@@ -181,33 +178,3 @@ def test_a_curve_marks_the_chosen_number_of_shapes():
     tops = [bar.get_y() + bar.get_height() for bar in right.patches[len(curve) :]]
     assert tops == pytest.approx([p.total_seconds for p in curve.points])
     figure.canvas.draw()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("lengths", "num_buckets"),
-    [
-        (np.full(1000, 512), 1),
-        (np.r_[np.ones(5000, int), 1000], 8),
-        (np.arange(1, 1000) * 2_000_000, 32),
-        (np.arange(1, 1000), 32),
-    ],
-)
-@pytest.mark.parametrize(
-    "cost",
-    [None, pytest.param(TransformerCost(512, 8), marks=pytest.mark.exhaustive)],
-)
-def test_texts_of_a_comparison_stay_inside_and_apart(
-    lengths, num_buckets, cost, check_texts
-):
-    limits = Limits(max_tokens=2**31, cost_fn=cost)
-    mine = BucketPlan.from_shapes([(1, int(lengths.max()))])
-    others = {"a_plan_of_a_very_long_name_that_no_picture_has_room_for.json": mine}
-    comparison = compare_plans(lengths, limits, num_buckets=num_buckets, others=others)
-    figure = Figure(figsize=(10, comparison_height(comparison)), layout="constrained")
-    plot_comparison(comparison.with_unit("bytes"), figure)
-    check_texts(figure)
-    padding = figure.axes[1]
-    expected = [f"{one.report.padding:.1%}" for one in comparison.plans]
-    assert [text.get_text() for text in padding.texts] == expected
-    assert figure.axes[0].get_xlabel() == "T of the shapes (bytes)"
