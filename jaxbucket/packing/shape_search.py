@@ -22,8 +22,7 @@ from jaxbucket.packing.row_search import BY_RANK, RATIO, RowSearch
 from jaxbucket.packing.rows import Packing, pack
 from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
-from jaxbucket.plan.flow.epoch import epoch_flow
-from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
 from jaxbucket.plan.joint_planner import with_batch_sizes
 from jaxbucket.plan.limits import Limits
 

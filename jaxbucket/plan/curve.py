@@ -18,8 +18,7 @@ from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import Record
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
-from jaxbucket.plan.flow.epoch import epoch_flow
-from jaxbucket.plan.flow.remainder import epoch_cost
+from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
 from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_planner import plan_sequences

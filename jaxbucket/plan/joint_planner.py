@@ -22,8 +22,7 @@ from jaxbucket.base.lengths import lengths_matrix
 from jaxbucket.base.sizes import Sizes, checked_size
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
-from jaxbucket.plan.flow.epoch import epoch_flow
-from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
+from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow, flow_remainders
 from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.joint_pricing import Pricing

@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.plan.flow.epoch import epoch_flow
-from jaxbucket.plan.flow.remainder import Remainder
+from jaxbucket.plan.flow.remainder import Remainder, epoch_flow
 from jaxbucket.plan.reports.epoch import report
 from jaxbucket.schedule.grouping import Within, examples_by_bucket
 from jaxbucket.schedule.pacing import Unit

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.flow.dominance import dominates
-from jaxbucket.plan.flow.epoch import row_flow
+from jaxbucket.plan.flow.remainder import row_flow
 
 
 def cheapest_batches(

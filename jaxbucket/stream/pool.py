@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.flow.epoch import row_flow
+from jaxbucket.plan.flow.remainder import row_flow
 from jaxbucket.stream.drain import fill_order
 from jaxbucket.stream.overlong import ExampleLengths
 from jaxbucket.stream.reader import PooledExample

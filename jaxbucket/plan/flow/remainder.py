@@ -19,6 +19,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice
 from jaxbucket.plan.flow.between import search_targets
+from jaxbucket.plan.flow.dominance import dominates
 
 Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
 
@@ -53,6 +54,47 @@ class RowFlow:
     def num_batches(self) -> int:
         """The number of batches per epoch, over all buckets."""
         return int(self.batches.sum())
+
+
+def epoch_flow(
+    plan: BucketPlan, counts: np.ndarray, remainder: Remainder, together: int = 1
+) -> RowFlow:
+    """Returns the rows and batches of an epoch.
+
+    Args:
+      plan: the buckets.
+      counts: `[K]` integers, the number of examples that each bucket is assigned.
+      remainder: the policy for examples that do not fill a batch.
+      together: the number of batches of a bucket that are treated as one.
+
+    Raises:
+      ValueError: if the policy is unknown.
+    """
+    sizes = plan.rows_per_step(together)
+    return row_flow(plan, counts, sizes, plan.costs, remainder)
+
+
+def row_flow(
+    plan: BucketPlan,
+    counts: Sequence[int] | np.ndarray,
+    batch_sizes: Sequence[int] | np.ndarray,
+    costs: np.ndarray,
+    remainder: Remainder = "cheapest",
+) -> RowFlow:
+    """Returns the rows and batches of examples, for batches of any size.
+
+    Args:
+      plan: the buckets.
+      counts: `[K]` integers, the number of examples that each bucket is assigned.
+      batch_sizes: `[K]` integers, the rows of a batch of each bucket.
+      costs: `[K]` numbers, the cost of such a batch.
+      remainder: the policy for examples that do not fill a batch.
+
+    Raises:
+      ValueError: if the policy is unknown.
+    """
+    above = dominates(plan.seq_lens) if plan.sequences else None
+    return flow_remainders(counts, batch_sizes, costs, remainder, above)
 
 
 def flow_remainders(

@@ -17,11 +17,11 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
-from jaxbucket.plan.flow.epoch import epoch_flow
 from jaxbucket.plan.flow.remainder import (
     Remainder,
     RowFlow,
     epoch_cost,
+    epoch_flow,
     filler_bucket,
 )
 from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_name
