@@ -11,11 +11,10 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.easy_draws import EasyDraws
 from jaxbucket.schedule.metric import Metric
+from jaxbucket.schedule.open_examples import OpenExamples
 from jaxbucket.schedule.orders import EpochOrder, Order
-from jaxbucket.schedule.paced_order import PacedOrder
-from jaxbucket.schedule.paced_runs import PacedRuns
+from jaxbucket.schedule.paced_order import OpenDraws, PacedOrder
 from jaxbucket.schedule.pacing import LinearPacing, Pacing
 
 Difficulty: TypeAlias = ArrayLike | DifficultyIndex
@@ -86,8 +85,7 @@ class Curriculum(Order):
     Raises:
       ValueError: if `difficulty` is empty, not `[N]` or not finite; if `pacing` is not
         callable, has an unknown unit, or does not have the names of `difficulty`; or if
-        it is a `ByValue` that opens no example, or for an index with
-        `sorted_by="process"`.
+        it is a `ByValue` that opens no example.
     """
 
     def __init__(
@@ -137,10 +135,10 @@ class Curriculum(Order):
         return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])
 
     def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
-        runs = PacedRuns(self._metrics, rows)
+        opened = OpenExamples(self._metrics, rows)
         if self.replacement:
-            return EasyDraws(runs, rows, seed)
-        return PacedOrder(runs, rows, seed, first)
+            return OpenDraws(opened, rows, seed)
+        return PacedOrder(opened, rows, seed, first)
 
     @functools.cached_property
     def _fingerprint(self) -> str:

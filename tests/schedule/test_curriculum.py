@@ -22,9 +22,9 @@ from jaxbucket.schedule import (
 )
 
 PACINGS = {
-    "linear": LinearPacing(start=0.05, epochs=0.8),
-    "root": RootPacing(start=0.01, epochs=2, degree=2),
-    "steps": StepPacing(shares=(0, 0.3, 0.6), epochs=(0.2, 0.5)),
+    "linear": LinearPacing(start=0.05, duration=0.8),
+    "root": RootPacing(start=0.01, duration=2, degree=2),
+    "steps": StepPacing(shares=(0, 0.3, 0.6), boundaries=(0.2, 0.5)),
     "cycles": Cycles(),
     "custom": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
 }
@@ -212,12 +212,12 @@ def test_large_integers_are_compared_exactly():
 def test_the_fingerprint_depends_on_difficulties_and_options():
     difficulty = np.arange(4000)
     values = {"a": difficulty, "b": difficulty[::-1]}
-    linear, by_steps = LinearPacing(), LinearPacing(steps=5)
+    linear, by_steps = LinearPacing(), LinearPacing(duration=5, unit="steps")
     orders = [
         Curriculum(difficulty),
         Curriculum(difficulty[::-1]),
         Curriculum(difficulty, LinearPacing(0.2)),
-        Curriculum(difficulty, LinearPacing(0.1, epochs=9)),
+        Curriculum(difficulty, LinearPacing(0.1, duration=9)),
         Curriculum(difficulty, by_steps),
         Curriculum(difficulty, ByValue(linear, 0, 5)),
         Curriculum(difficulty, ByValue(linear, 0, 5, multiple=2)),
@@ -251,21 +251,20 @@ def test_the_fingerprint_depends_on_difficulties_and_options():
         ("pacing", lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 2))),
         ("pacing", lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 7, 8))),
         ("pacing", lambda: ByValue(ByValue(LinearPacing(), 0, 1), 0, 1)),
-        ("low", lambda: ByValue(LinearPacing(), 5, 3)),
+        ("high", lambda: ByValue(LinearPacing(), 5, 3)),
         ("high", lambda: ByValue(LinearPacing(), 0, math.inf)),
         ("multiple", lambda: ByValue(LinearPacing(), 0, 1, 0)),
         ("start", lambda: LinearPacing(start=1.5)),
         ("start", lambda: RootPacing(start=-1)),
         ("degree", lambda: RootPacing(degree=0)),
-        ("epochs", lambda: LinearPacing(epochs=0)),
-        ("steps", lambda: LinearPacing(steps=True)),
-        ("tokens", lambda: RootPacing(tokens=math.inf)),
-        ("steps", lambda: LinearPacing(epochs=1, steps=5)),
+        ("duration", lambda: LinearPacing(duration=0)),
+        ("duration", lambda: RootPacing(duration=math.inf)),
+        ("unit", lambda: LinearPacing(unit="batches")),
+        ("unit", lambda: StepPacing((0, 1), (1,), unit="batches")),
         ("shares", lambda: StepPacing((0.5, 2), (1,))),
-        ("shares", lambda: StepPacing((0.5,), (1,))),
-        ("epochs", lambda: StepPacing((0, 1))),
-        ("epochs", lambda: StepPacing((0, 0.5, 1), (2, 1))),
-        ("epochs", lambda: StepPacing((0.5, 1), (math.nan,))),
+        ("boundaries", lambda: StepPacing((0.5,), (1,))),
+        ("boundaries", lambda: StepPacing((0, 0.5, 1), (2, 1))),
+        ("boundaries", lambda: StepPacing((0.5, 1), (math.nan,))),
     ],
 )
 def test_bad_arguments_are_refused(argument, make):

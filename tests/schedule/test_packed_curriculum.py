@@ -19,10 +19,10 @@ METRICS = {
     "level": np.random.default_rng(2).integers(0, 5, SIZE),
 }
 PACINGS = {
-    "linear": LinearPacing(0.3, steps=120),
-    "steps": StepPacing((0.5, 1), steps=(40,)),
-    "cycles": Cycles(LinearPacing(0.4, epochs=0.3), every=0.4),
-    "value": ByValue(LinearPacing(0.2, steps=60), low=-2, high=2),
+    "linear": LinearPacing(0.3, duration=120, unit="steps"),
+    "steps": StepPacing((0.5, 1), boundaries=(40,), unit="steps"),
+    "cycles": Cycles(LinearPacing(0.4, duration=0.3), every=0.4),
+    "value": ByValue(LinearPacing(0.2, duration=60, unit="steps"), low=-2, high=2),
 }
 
 

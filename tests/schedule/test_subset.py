@@ -27,8 +27,10 @@ PLAN = jb.plan_buckets(
 def curriculum(kept, **options):
     metrics = {"length": LENGTHS[kept], "rarity": RARITY[kept]}
     pacing = {
-        "length": ByValue(LinearPacing(start=0, steps=40), low=10, high=40),
-        "rarity": RootPacing(start=0.2, steps=50),
+        "length": ByValue(
+            LinearPacing(start=0, duration=40, unit="steps"), low=10, high=40
+        ),
+        "rarity": RootPacing(start=0.2, duration=50, unit="steps"),
     }
     return jb.Curriculum(metrics, pacing, **options)
 
@@ -38,7 +40,7 @@ ORDERS = {
     **{x: lambda _, x=x: x for x in ("ascending", "descending")},
     "grouped": lambda _: GroupedByLength(40),
     "one metric": lambda kept: jb.Curriculum(
-        RARITY[kept], RootPacing(start=0.2, steps=50)
+        RARITY[kept], RootPacing(start=0.2, duration=50, unit="steps")
     ),
     "two metrics": curriculum,
     "replacement": lambda kept: curriculum(kept, replacement=True),

@@ -1,7 +1,5 @@
 """Real processes sort together and write a difficulty index."""
 
-import json
-
 import pytest
 
 SLOW = pytest.mark.exhaustive
@@ -117,11 +115,12 @@ def write_indices(processes):
         Source(), measure, cache=folder / "cache", cache_key="values",
         processes=processes, progress=False,
     )
-    for by in ("all", "process"):
+    # With ranks within each share, every process has its own order.
+    local_ranks = np.argsort(np.argsort(share, kind="stable"))
+    for by, keys in (("all", share), ("process", local_ranks)):
         index = jb.sort.write_difficulty_index(
-            folder / by, share, jb.data_mesh(), processes=processes, sorted_by=by
+            folder / by, keys, jb.data_mesh(), processes=processes
         )
-        index.check()
     ends = [SIZE * i // count for i in range(count + 1)]
     parts = [np.argsort(values[a:b], kind="stable") for a, b in zip(ends, ends[1:])]
     local = np.concatenate([np.arange(len(part)) for part in parts])
@@ -131,13 +130,12 @@ def write_indices(processes):
     np.testing.assert_array_equal(every.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.examples, by_process)
     record(calls[0])
-    # The shares determine the index that is sorted by process.
-    if count > 1:
-        whole = share if here else np.concatenate([share, share])
+    # Every process passes all difficulties, or those of another process.
+    for where, keys in (("new", values), ("all", share + 1)):
         try:
             jb.sort.write_difficulty_index(
-                folder / "process", whole, jb.data_mesh(), processes=processes,
-                sorted_by="process",
+                folder / where, keys, jb.data_mesh(), processes=processes,
+                num_examples=SIZE,
             )
         except ValueError as error:
             record(error)
@@ -196,7 +194,6 @@ def test_processes_sort_together_and_write_one_index(launch, tmp_path, count, de
         check_sorted(index, lines[:8])
         check_written(index, lines[8:])
     assert not (tmp_path / "wrong").exists()
-    assert json.loads((tmp_path / "all" / "index.json").read_text())["size"] == 10_007
 
 
 def check_sorted(index, lines):
@@ -215,11 +212,12 @@ def check_sorted(index, lines):
 
 
 def check_written(index, lines):
-    _, others, unshared, local, order, source, shape, dtype = lines
-    assert "`sorted_by` and `mesh` in all processes" in order
+    _, whole, others, unshared, local, order, source, shape, dtype = lines
+    assert "`num_examples=10007`" in whole
+    assert "`mesh` is of a different kind" in order
     assert "`source`" in source and "differ from" in source
     assert "Pass a folder that all processes share" in unshared
-    assert "`mesh` has no device of processes [" in local
+    assert "`mesh` is of a different kind" in local
     assert "has an index of different difficulties" in others
     assert "`difficulty` is float32[" in shape
     assert shape.startswith("Process 0 failed: ") == (index > 0)
