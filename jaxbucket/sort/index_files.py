@@ -102,7 +102,7 @@ def write_difficulty_index(
             "all processes share."
         )
     if not exists:
-        parts = sample_sort(share, mesh).local_shares()
+        parts = sample_sort(share, mesh)
         _write(path, share, first, size, parts, group)
     return DifficultyIndex(path)
 

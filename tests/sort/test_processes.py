@@ -35,22 +35,16 @@ def sort_keys(processes):
         ends[0] = 0
         return column[ends[here] : ends[here + 1]]
 
-    def check(result, want):
-        for share in result.local_shares():
+    def check(shares, want):
+        for share in shares:
             np.testing.assert_array_equal(share.index, want[list(share.ranks)])
-        sizes = [len(result.ranks(d)) for d in range(devices)]
-        assert sum(sizes) == len(want) and max(sizes) - min(sizes) <= 1
+            assert len(share.ranks) - len(want) // devices in (0, 1)
 
     for seed, (name, columns) in enumerate(cases.items()):
         want = np.lexsort(columns[::-1])
         local = tuple(shared_unevenly(column, seed) for column in columns)
         for assignment in ("contiguous", "interleaved"):
             check(jb.sort.sample_sort(local, mesh, assignment=assignment), want)
-    # A global array.
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    whole = uniform[: size // devices * devices]
-    array = jax.make_array_from_callback(whole.shape, sharding, lambda i: whole[i])
-    check(jb.sort.sample_sort(array, mesh), np.argsort(whole, kind="stable"))
     record("sorted")
 
     # Invalid keys or options of one process raise errors in all processes.
@@ -203,11 +197,9 @@ def check_sorted(index, lines):
     if index == 1:
         assert "`keys` is float64[2, 2]" in shape
         assert "float32 ascending, contiguous) are of a different kind" in dtype
-        assert "than those of process 0" in dtype
     else:
         assert shape == "The `keys` of process 1 are invalid. See its error."
         assert "float64 ascending, contiguous) are of a different kind" in dtype
-        assert "than those of process 1" in dtype
     assert "empty in every process" in empty
 
 
@@ -276,14 +268,10 @@ with jb.Processes() as processes:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_sorting_needs_at_most_three_shares_of_memory(launch, monkeypatch, platform):
+def test_sorting_needs_at_most_three_shares_of_memory(launch, monkeypatch):
     # Freed memory is returned to the system, so that it cannot hide the usage.
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    set_platform = (
-        f"from jaxbucket.sort.collectives import Devices\nDevices.platform={platform!r}"
-    )
-    run = launch(set_platform + MEMORY, count=2)
+    run = launch(MEMORY, count=2)
     assert run.status == 0, run.output
     for index in range(2):
         shares = {line.split()[0]: line.split()[1] for line in run.recorded(index)}
