@@ -166,7 +166,7 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._micro_batches(_check_step(step))
+        return self._micro_batches(check_step(step))
 
     def draws(self, step: int) -> tuple[BatchDraws, ...]:
         """Returns the random numbers for the examples of each micro-batch of a step.
@@ -177,7 +177,7 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._draws(_check_step(step))
+        return self._draws(check_step(step))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch of a step, counted from 0.
@@ -188,7 +188,7 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._epoch_of(_check_step(step))
+        return self._epoch_of(check_step(step))
 
     def epoch_start(self, epoch: int) -> int:
         """Returns the step at which an epoch starts.
@@ -229,7 +229,8 @@ class Schedule(abc.ABC):
         return self
 
 
-def _check_step(step: int) -> int:
+def check_step(step: int) -> int:
+    """Returns a step as an int, or raises an IndexError if it is negative."""
     step = operator.index(step)
     if step < 0:
         raise IndexError(f"`step={step}` must not be negative.")

@@ -17,7 +17,7 @@ from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
 from jaxbucket.schedule.grouping import Within
 from jaxbucket.schedule.recent import LOCK
-from jaxbucket.schedule.spread_updates import spread_updates
+from jaxbucket.schedule.spread import spread_updates
 
 OrderName: TypeAlias = Literal[
     "shuffled", "spread", "source", "ascending", "descending"

@@ -25,7 +25,7 @@ from jaxbucket.packing.row_choice import log_variance, separation
 from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
 from jaxbucket.plan.reports.plots import plot_plan
-from jaxbucket.schedule.balance import balance_rows, imbalance
+from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.testing import check_batches
 
 
@@ -320,11 +320,9 @@ def test_rows_are_balanced(seed):
     assert sorted(order) == list(range(size))
     for num_parts in (2, 4, 8):
         if size % num_parts == 0:
-            balanced = imbalance(work[order], num_parts)
-            assert balanced <= 1.25 * imbalance(
-                longest_first(work, num_parts), num_parts
-            )
-    assert imbalance(np.zeros(size), 1) == 1
+            balanced = work[order].reshape(num_parts, -1).sum(axis=1).max()
+            greedy = longest_first(work, num_parts).reshape(num_parts, -1)
+            assert balanced <= 1.25 * greedy.sum(axis=1).max()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -340,7 +338,6 @@ def test_the_work_of_devices_is_that_of_their_truncated_examples(accumulate):
         overlong="truncate",
     )
     schedule = jb.BatchSchedule(plan, lengths, accumulate=accumulate, balance=True)
-    ratios = []
     for step in range(len(schedule)):
         expected = np.zeros((accumulate, 4), np.int64)
         for batch, devices in zip(schedule.micro_batches(step), expected, strict=True):
@@ -350,10 +347,6 @@ def test_the_work_of_devices_is_that_of_their_truncated_examples(accumulate):
                     devices[device] += sum(size**2 for size in sizes)
         work = schedule.device_work(step, num_devices=4)
         np.testing.assert_array_equal(work, expected.sum(axis=0))
-        ratios.append(work.max() / work.mean())
-    assert schedule.imbalance(4) == pytest.approx(np.mean(ratios))
-    with pytest.raises(ValueError, match="`num_devices=3` does not divide"):
-        schedule.device_work(0, 3)
 
 
 # Permutations of many sizes

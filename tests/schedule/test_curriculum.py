@@ -168,7 +168,7 @@ def test_an_opening_draws_easy_examples():
     difficulty = np.random.default_rng(3).permutation(4000)
     plan, lengths, plain = build_schedule(Curriculum(difficulty, LinearPacing(0.6)))
     _, _, schedule = build_schedule(
-        Curriculum(difficulty, LinearPacing(0.6)), opening="largest_first"
+        Curriculum(difficulty, LinearPacing(0.6)), largest_first=True
     )
     batches = list(schedule)
     assert batches[0].bucket == max(plan.buckets, key=lambda b: b.num_tokens)
@@ -178,10 +178,10 @@ def test_an_opening_draws_easy_examples():
     for step, batch in enumerate(batches[:5]):
         limit = open_at(plain.order, np.arange(4000), step / len(batches))
         assert difficulty[batch.rows].max() <= limit
-    with pytest.raises(ValueError, match="`opening` requires `replacement=False`"):
-        build_schedule(
-            Curriculum(difficulty, replacement=True), opening="largest_first"
-        )
+    with pytest.raises(
+        ValueError, match="`largest_first` requires `replacement=False`"
+    ):
+        build_schedule(Curriculum(difficulty, replacement=True), largest_first=True)
 
 
 class Lookup:

@@ -120,7 +120,7 @@ def test_batches_are_sorted_by_length(problem, order):
 def test_an_opening_only_reorders_the_first_epoch(order, group):
     options = {"seed": 4, "order": order, **group}
     plain = BatchSchedule(*random_problem(), **options)
-    schedule = BatchSchedule(*random_problem(), opening="largest_first", **options)
+    schedule = BatchSchedule(*random_problem(), largest_first=True, **options)
     assert compositions(batches_of(schedule, 0)) == compositions(batches_of(plain, 0))
     assert_same_steps(schedule, plain, range(len(plain), 2 * len(plain)))
     assert schedule.fingerprint != plain.fingerprint
@@ -133,7 +133,7 @@ def test_largest_first_starts_with_the_largest_bucket():
         # Only buckets with a batch count.
         ([8] * 9 + [10] * 4, Bucket(4, 8)),
     ]:
-        schedule = BatchSchedule(plan, lengths, opening="largest_first", seed=7)
+        schedule = BatchSchedule(plan, lengths, largest_first=True, seed=7)
         assert schedule[0].bucket == first
         check_epoch(plan, np.array(lengths), epoch(schedule, 0))
 
@@ -167,7 +167,7 @@ def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remaind
 @pytest.mark.parametrize("accumulate", [2, 5])
 @pytest.mark.parametrize("order", [x for x in ORDERS if x != "spread"])
 def test_mixed_micro_batches_are_consecutive_batches(problem, order, accumulate):
-    options = {"order": order, "seed": 2, "opening": "largest_first"}
+    options = {"order": order, "seed": 2, "largest_first": True}
     single = BatchSchedule(*problem, **options)
     schedule = BatchSchedule(*problem, accumulate=accumulate, group="mixed", **options)
     assert len(schedule) == -(-len(single) // accumulate)
@@ -297,7 +297,7 @@ def test_the_fingerprint_depends_on_plan_lengths_and_options():
             if order != "spread"
         ),
         *(BatchSchedule(plan, lengths, remainder=x) for x in ("promote", "drop")),
-        BatchSchedule(plan, lengths, opening="largest_first"),
+        BatchSchedule(plan, lengths, largest_first=True),
         BatchSchedule(plan, lengths, accumulate=2),
         BatchSchedule(plan, lengths, accumulate=2, group="mixed"),
         BatchSchedule(plan, np.minimum(other, 199)),
@@ -419,8 +419,7 @@ REPLACEMENT = Curriculum([1, 2], replacement=True)
         ("accumulate", {"accumulate": 0}),
         ("accumulate", {"accumulate": 2**61}),
         ("group", {"group": "both"}),
-        ("opening", {"opening": "smallest"}),
-        ("opening", {"opening": "largest_first", "order": REPLACEMENT}),
+        ("largest_first", {"largest_first": True, "order": REPLACEMENT}),
         ("remainder", {"remainder": "keep"}),
         ("overlong", {"lengths": [9, 10], "plan": DROPPING}),
         (r"lengths\[1\]", {"lengths": [8, 9]}),

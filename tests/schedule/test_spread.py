@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, plan_buckets
-from jaxbucket.schedule.spread import spread_evenly
-from jaxbucket.schedule.spread_updates import SpreadUpdates
+from jaxbucket.schedule.spread import SpreadUpdates, occurrences, spread_evenly
 
 
 def random_counts(seed: int) -> np.ndarray:
@@ -26,6 +25,21 @@ def deviations(sequence: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def sequence_of(counts: np.ndarray) -> np.ndarray:
     return spread_evenly(np.arange(counts.sum()), counts)[0]
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 5, 1), (7,), (1, 1), (40, 2, 9, 9, 1)])
+def test_occurrences_are_those_of_the_sequence(counts):
+    total = sum(counts)
+    items, numbers = spread_evenly(np.arange(total), np.array(counts))
+    for position in range(2 * total):
+        before = occurrences(position, counts)
+        epoch, place = divmod(position, total)
+        item = items[place]
+        assert before[item] == epoch * counts[item] + numbers[place]
+        after = occurrences(position + 1, counts)
+        assert [b - a for a, b in zip(before, after, strict=True)] == [
+            int(i == item) for i in range(len(counts))
+        ]
 
 
 @pytest.mark.parametrize("seed", range(60))
