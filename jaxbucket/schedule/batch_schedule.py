@@ -21,8 +21,10 @@ from jaxbucket.base.checks import (
     check_choice,
     check_seed,
 )
-from jaxbucket.base.lengths import Lengths, total_lengths
+from jaxbucket.base.digest import digest
+from jaxbucket.base.lengths import Lengths, any_lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.selection import selected_indices
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
@@ -32,7 +34,6 @@ from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.orders import Order, OrderName, check_order
 from jaxbucket.schedule.packed_rows import PackedRows, packed_report, row_lengths
-from jaxbucket.schedule.subset import check_lengths_of, subset_digest
 
 
 class BatchSchedule(Schedule):
@@ -141,7 +142,7 @@ class BatchSchedule(Schedule):
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
                 "it, or use `plan.unpacked` to have one example per row."
             )
-        columns, self.subset = check_lengths_of(plan, lengths, subset)
+        columns, self.subset = _check_lengths(plan, lengths, subset)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -375,5 +376,37 @@ class BatchSchedule(Schedule):
             "group": self.group,
             "balance": self.balance,
             "packing": self.packing and self.packing.fingerprint,
-            "subset": None if self.subset is None else subset_digest(self.subset),
+            "subset": None
+            if self.subset is None
+            else digest(np.packbits(self.subset).data),
         }
+
+
+def _check_lengths(
+    plan: BucketPlan, lengths: Lengths, subset: ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None.
+
+    Args:
+      plan: the plan, which has to hold the examples of the subset only.
+      lengths: `[N]` integers, or sequence name -> `[N]` integers.
+      subset: `[N]` bool, or the indices of the examples; None for all of them.
+
+    Raises:
+      ValueError: if the plan refuses a length of the subset, or `subset` is invalid.
+    """
+    if subset is None:
+        return plan.check(lengths), None
+    columns = any_lengths(lengths, plan.sequences)
+    indices = selected_indices("subset", subset, len(columns))
+    is_selected = np.zeros(len(columns), bool)
+    is_selected[indices] = True
+    if np.count_nonzero(is_selected) < len(indices):
+        raise ValueError(
+            "`subset` has an index twice. Pass different ones, because an epoch has "
+            "each example once."
+        )
+    # Every plan holds the other examples if their lengths are 1.
+    mask = is_selected if columns.ndim == 1 else is_selected[:, None]
+    plan.check(np.where(mask, columns, np.ones_like(columns, shape=())))
+    return columns, is_selected

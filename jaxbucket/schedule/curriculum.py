@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.open_examples import OpenExamples
+from jaxbucket.schedule.metric import Metric, OpenExamples
 from jaxbucket.schedule.orders import EpochOrder, Order
 from jaxbucket.schedule.paced_order import OpenDraws, PacedOrder
 from jaxbucket.schedule.pacing import LinearPacing, Pacing

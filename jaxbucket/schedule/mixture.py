@@ -23,7 +23,7 @@ from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.combined import CombinedSchedule, check_change_steps
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
-from jaxbucket.schedule.turns import Turns
+from jaxbucket.schedule.spread import Turns
 
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 # The weights of all steps, or step -> the weights from this step on.

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
-from jaxbucket.schedule.open_examples import OpenExamples
+from jaxbucket.schedule.metric import OpenExamples
 from jaxbucket.schedule.recent import recent
 
 # The unit in which numbers of batches become integer weights of buckets.

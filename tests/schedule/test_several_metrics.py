@@ -14,8 +14,7 @@ from jaxbucket.schedule import (
     RootPacing,
     StepPacing,
 )
-from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.open_examples import OpenExamples
+from jaxbucket.schedule.metric import Metric, OpenExamples
 from jaxbucket.schedule.pacing import pacing_unit
 
 # Each opens examples by one metric; in a case, every metric has its own.
