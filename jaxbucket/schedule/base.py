@@ -6,7 +6,7 @@ import abc
 import functools
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,31 +68,15 @@ class Schedule(abc.ABC):
         """The sequences that have lengths of their own, which all plans share."""
         return self.plans[0].sequences
 
-    @functools.cached_property
+    @property
     def truncates(self) -> bool | list[str]:
         """Whether examples keep their first tokens; or which of their sequences do."""
-        return _any_of([plan.truncates for plan in self.plans])
+        return self.plans[0].truncates
 
-    @functools.cached_property
+    @property
     def truncates_left(self) -> bool | list[str]:
         """Whether examples keep their last tokens; or which of their sequences do."""
-        return _any_of([plan.truncates_left for plan in self.plans])
-
-    def check_policies(self) -> None:
-        """Checks that no two plans truncate different ends of the examples.
-
-        Raises:
-          ValueError: if one plan truncates their start and another one their end.
-        """
-        first, last = self.truncates, self.truncates_left
-        both = first and last
-        if isinstance(first, list) and isinstance(last, list):
-            both = set(first) & set(last)
-        if both:
-            raise ValueError(
-                "`schedules` have plans with `overlong='truncate'` and with "
-                "'truncate_left'. Use one of them in all plans."
-            )
+        return self.plans[0].truncates_left
 
     @property
     def columns(self) -> np.ndarray:
@@ -235,10 +219,3 @@ def check_step(step: int) -> int:
     if step < 0:
         raise IndexError(f"`step={step}` must not be negative.")
     return step
-
-
-def _any_of(policies: Sequence[bool | list[str]]) -> bool | list[str]:
-    """Returns whether a policy applies in any plan; or the sequences it applies to."""
-    if all(isinstance(policy, bool) for policy in policies):
-        return any(policies)
-    return list(dict.fromkeys(x for names in policies for x in names))  # pyright: ignore

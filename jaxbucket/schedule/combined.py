@@ -25,8 +25,8 @@ class CombinedSchedule(Schedule):
 
     Raises:
       ValueError: if there is no component; if one is not a schedule, or has names; or
-        if, without names, the components differ in their sequences or in whether rows
-        are packed, or some truncate the start of examples and others the end.
+        if, without names, the components differ in their sequences, in whether rows
+        are packed or in which end of examples they truncate.
     """
 
     def __init__(self, components: Mapping[Any, Schedule], names: tuple[str, ...] = ()):
@@ -41,17 +41,19 @@ class CombinedSchedule(Schedule):
                     "`BatchSchedule` or another schedule without names. The weights of "
                     "a mixture change by `weights={0: ..., 1000: ...}`."
                 )
-        kinds = {(x.sequences, x.max_segments is None) for x in self._components}
+        kinds = {
+            (x.sequences, x.max_segments is None, f"{x.truncates} {x.truncates_left}")
+            for x in self._components
+        }
         if len(kinds) > 1 and not names:
             raise ValueError(
-                "`schedules` have both packed rows and rows of one example, or "
-                "different sequences. Use a `Mixture` of a mapping from names to "
-                "schedules, with a source for each."
+                "`schedules` differ in their sequences, in whether rows are packed, or "
+                "in which end of examples is truncated. Plan with the same `overlong`, "
+                "or use a `Mixture` of a mapping from names to schedules, with a "
+                "source for each."
             )
         plans = [plan for x in self._components for plan in x.plans]
         self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())
-        if not names:
-            self.check_policies()
         segments = [x.max_segments for x in self._components if x.max_segments]
         self.max_segments = max(segments, default=None)
         self.accumulate = max(x.accumulate for x in self._components)

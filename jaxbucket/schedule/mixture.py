@@ -6,14 +6,13 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from jaxbucket.base.batch import BatchIndices
 from jaxbucket.base.checks import (
     check_accumulate,
-    check_choice,
     check_float,
     check_positive,
 )
@@ -28,7 +27,6 @@ from jaxbucket.schedule.spread import Turns
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 # The weights of all steps, or step -> the weights from this step on.
 Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
-Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 
 
 class ComponentBatch(NamedTuple):
@@ -86,9 +84,8 @@ class Mixture(CombinedSchedule):
         during the run, a mapping from step to weights that starts with step 0. Then the
         shares above are those since the last change. Components go on where they were.
         A run that has begun resumes with another change at this or a later step.
-      by: the quantity that is proportional to the weights in the long run: "steps",
-        real "tokens" or "examples". If all batches have about the same token budget,
-        "steps" and "tokens" are nearly the same.
+        For shares of tokens in place of steps, multiply each weight by `len(schedule) /
+        schedule.report().real_tokens`.
       accumulate: the number of micro-batches in a step. If the components already
         accumulate, their steps are taken as they are. Otherwise a step consists of
         `accumulate` consecutive batches of the mixture. With the order "spread", these
@@ -99,9 +96,8 @@ class Mixture(CombinedSchedule):
     Raises:
       ValueError: if a component is not a schedule, or has names; if the components
         differ in `accumulate` or, without names, in their sequences or in whether rows
-        are packed; if a weight is negative or not finite, or none is positive; if steps
-        of weights do not start at 0 or are not ascending; if `by` is not "steps" and a
-        component is not a `BatchSchedule`, or draws with replacement.
+        are packed or truncated; if a weight is negative or not finite, or none is
+        positive; if steps of weights do not start at 0 or are not ascending.
     """
 
     def __init__(
@@ -109,14 +105,11 @@ class Mixture(CombinedSchedule):
         schedules: Sequence[Schedule] | Mapping[str, Schedule],
         weights: Weights,
         *,
-        by: Unit = "steps",
         accumulate: int = 1,
     ):
         is_named = isinstance(schedules, Mapping)
         components = dict(schedules if is_named else enumerate(schedules))
         super().__init__(components, tuple(map(str, components)) if is_named else ())
-        check_choice("by", by, get_args(Unit))
-        self.by: Unit = by
         self.schedules = self._components
         self._keys = list(components)
         self.lengths = np.concatenate([x.lengths for x in self.schedules])
@@ -129,12 +122,8 @@ class Mixture(CombinedSchedule):
     def _set_weights(self, weights: dict[int, list[float]]) -> None:
         """Sets the weights from each step on, and the sequence of components."""
         self.weights = weights
-        factors = [self._turns_by_unit(i) for i in range(len(self.schedules))]
-        shares = [
-            # The decimal that the user wrote, 7/10 for 0.7, for a short period.
-            [Fraction(repr(x)) * factor for x, factor in zip(row, factors, strict=True)]
-            for row in weights.values()
-        ]
+        # The decimal that the user wrote, 7/10 for 0.7.
+        shares = [[Fraction(repr(x)) for x in row] for row in weights.values()]
         self._turns = Turns([x * self._turns_per_step for x in weights], shares)
 
     def _join_parts(self) -> dict[str, np.ndarray] | None:
@@ -191,24 +180,13 @@ class Mixture(CombinedSchedule):
             )
         return listed
 
-    def _turns_by_unit(self, index: int) -> Fraction:
-        """Returns the mean number of turns for one token or example of a component."""
-        if self.by == "steps":
-            return Fraction(1)
-        epoch = self._cost(index)
-        per_epoch = epoch.real_tokens
-        if self.by == "examples":
-            per_epoch = epoch.packed_examples or epoch.examples
-        return Fraction(len(self.schedules[index]), per_epoch)
-
     def _cost(self, index: int) -> Report:
         """Returns the cost of an epoch of a component."""
         schedule = self.schedules[index]
         if not isinstance(schedule, BatchSchedule):
             raise ValueError(
                 f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
-                "whose epochs differ. A report, and a `by` other than 'steps', require "
-                "a `BatchSchedule`."
+                "whose epochs differ. A report requires a `BatchSchedule`."
             )
         return schedule.cost()
 
@@ -231,7 +209,7 @@ class Mixture(CombinedSchedule):
 
     def __repr__(self) -> str:
         schedules = dict(zip(self._keys, self.schedules, strict=True))
-        return f"Mixture({schedules}, weights={self.weights}, by={self.by!r})"
+        return f"Mixture({schedules}, weights={self.weights})"
 
     def name_at(self, step: int) -> str | int:
         """Returns the name of the component that a step comes from, or its index.
@@ -317,6 +295,5 @@ class Mixture(CombinedSchedule):
             "mixture": self._component_configs(),
             "names": list(self.names),
             "weights": {str(step): x for step, x in self.weights.items()},
-            "by": self.by,
             "accumulate": self.accumulate,
         }

@@ -114,30 +114,18 @@ def test_an_epoch_ends_when_every_component_has_completed_one():
         assert not all(is_done)
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        "tokens",
-        pytest.param("steps", marks=pytest.mark.exhaustive),
-        pytest.param("examples", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_weights_are_proportional_to_the_chosen_unit(by):
-    schedules = components()
-    weights = np.array([0.5, 0.3, 0.2])
-    mixture = Mixture(schedules, weights.tolist(), by=by)
-    starts = np.cumsum([0, *SIZES])
+def test_weights_may_be_shares_of_tokens():
+    schedules, shares = components(), [0.5, 0.3, 0.2]
+    weights = [
+        share * len(schedule) / schedule.report().real_tokens
+        for share, schedule in zip(shares, schedules, strict=True)
+    ]
+    mixture = Mixture(schedules, weights)
     had = np.zeros(3)
     for step in range(6000):
-        index, rows = mixture.name_at(step), mixture[step].rows
-        rows = rows[rows >= 0]
-        assert np.all((starts[index] <= rows) & (rows < starts[index + 1]))
-        had[index] += {
-            "steps": 1,
-            "tokens": mixture.lengths[rows].sum(),
-            "examples": len(rows),
-        }[by]
-    np.testing.assert_allclose(had / had.sum(), weights, atol=5e-3)
+        rows = mixture[step].rows
+        had[mixture.name_at(step)] += mixture.lengths[rows[rows >= 0]].sum()
+    np.testing.assert_allclose(had / had.sum(), shares, atol=5e-3)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
@@ -384,7 +372,6 @@ def test_the_fingerprint_depends_on_all_options():
         Mixture(schedules, [5, 2, 1]),
         Mixture(schedules[::-1], [5, 2, 1]),
         Mixture(schedules, [5, 2, 2]),
-        Mixture(schedules, [5, 2, 1], by="tokens"),
         Mixture(schedules, [5, 2, 1], accumulate=2),
         Mixture(components(order="source"), [5, 2, 1]),
     ]
@@ -411,7 +398,7 @@ TRUNCATE = [
         (r"schedules\[0\]", lambda x: Mixture([[1]], [1])),
         (r"schedules\['a'\]", lambda x: Mixture({"a": [1]}, {"a": 1})),
         (r"schedules\[0\]", lambda x: Mixture([Mixture({"a": x}, {"a": 1})], [1])),
-        (r"schedules\[1\]", lambda x: Mixture([x, nested(x)], [1, 1], by="tokens")),
+        (r"schedules\[1\]", lambda x: Mixture([x, nested(x)], [1, 1]).report()),
         ("schedules", lambda x: Mixture([x, PAIRS], [1, 1])),
         ("schedules", lambda x: Mixture([x, PACKED], [1, 1])),
         ("schedules", lambda x: Mixture([BatchSchedule(*y) for y in TRUNCATE], [1, 1])),
@@ -419,8 +406,7 @@ TRUNCATE = [
             "schedules",
             lambda x: Mixture([x, BatchSchedule(PLAN, [3], accumulate=2)], [1, 1]),
         ),
-        ("by", lambda x: Mixture([x], [1], by="rows")),
-        ("replacement", lambda x: Mixture([x, REPEATING], [1, 1], by="tokens")),
+        ("replacement", lambda x: Mixture([x, REPEATING], [1, 1]).report()),
         ("weights", lambda x: Mixture([x], [1, 2])),
         ("weights", lambda x: Mixture([x], [0])),
         ("weights", lambda x: Mixture([x] * 2, [1, -2])),
