@@ -283,7 +283,7 @@ def test_incompatible_packings_are_refused():
         order = jb.Curriculum(lengths, replacement=True)
         jb.BatchSchedule(plan, lengths, packing=packing, order=order)
     packed = jb.BatchSchedule(plan, lengths, packing=packing)
-    with pytest.raises(ValueError, match="have both packed rows and rows of one"):
+    with pytest.raises(ValueError, match="`schedules`"):
         jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
 
 
