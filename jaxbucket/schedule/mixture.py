@@ -125,6 +125,9 @@ class Mixture(CombinedSchedule):
         # The decimal that the user wrote, 7/10 for 0.7.
         shares = [[Fraction(repr(x)) for x in row] for row in weights.values()]
         self._turns = Turns([x * self._turns_per_step for x in weights], shares)
+        ends = [self._turns.until(i, len(x)) for i, x in enumerate(self.schedules)]
+        last = max(x for x in ends if x is not None)
+        self._steps_per_epoch = -(-last // self._turns_per_step)
 
     def _join_parts(self) -> dict[str, np.ndarray] | None:
         """Returns the lengths of each sequence, if all components have the same."""
@@ -197,8 +200,7 @@ class Mixture(CombinedSchedule):
         Components whose weight is 0 from some step on, and that do not complete an
         epoch before, do not count.
         """
-        turns = [self._turns.until(i, len(x)) for i, x in enumerate(self.schedules)]
-        return -(-max(x for x in turns if x is not None) // self._turns_per_step)
+        return self._steps_per_epoch
 
     def before(self, step: int) -> Schedule:
         earlier = copy.copy(self)
@@ -222,7 +224,7 @@ class Mixture(CombinedSchedule):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._keys[self.component_batches(step)[0].component]
+        return self._keys[next(self._parts_of(check_step(step)))[0]]
 
     def component_batches(self, step: int) -> list[ComponentBatch]:
         """Returns the micro-batches of a step, with the rows of the components.

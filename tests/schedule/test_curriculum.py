@@ -5,11 +5,9 @@ import pickle
 
 import numpy as np
 import pytest
-from schedule_cases import Cycles
 
 from jaxbucket import (
     BatchSchedule,
-    Bucket,
     BucketPlan,
     Curriculum,
     plan_buckets,
@@ -21,77 +19,13 @@ from jaxbucket.schedule import (
     StepPacing,
 )
 
-PACINGS = {
-    "linear": LinearPacing(start=0.05, duration=0.8),
-    "root": RootPacing(start=0.01, duration=2, degree=2),
-    "steps": StepPacing(shares=(0, 0.3, 0.6), boundaries=(0.2, 0.5)),
-    "cycles": Cycles(),
-    "custom": lambda epochs: 0.5 + 0.5 * math.sin(9 * epochs),
-}
-
 # The others are exhaustive tests.
-QUICK_PACINGS = [
-    pytest.param(name, marks=() if name == "cycles" else pytest.mark.exhaustive)
-    for name in PACINGS
-]
-
-
-def difficulties(lengths: np.ndarray) -> np.ndarray:
-    """Returns floats, integers with many ties, or the lengths themselves."""
-    rng = np.random.default_rng(len(lengths))
-    return [
-        rng.normal(size=len(lengths)),
-        rng.integers(0, 4, len(lengths)),
-        lengths,
-    ][len(lengths) % 3]
-
-
-def kept_examples(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
-    if plan.overlong == "drop":
-        return np.flatnonzero(lengths <= plan.max_seq_len)
-    return np.arange(len(lengths))
 
 
 def open_at(curriculum: Curriculum, ids: np.ndarray, epochs: float) -> float:
     """Returns the greatest open difficulty, computed from its definition."""
     count = max(1, math.ceil(round(curriculum.pacing(epochs), 9) * len(ids) - 1e-6))
     return np.sort(curriculum.difficulty[ids])[count - 1]
-
-
-@pytest.mark.parametrize("pacing", QUICK_PACINGS)
-@pytest.mark.parametrize("epoch", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_batches_are_as_easy_as_the_pacing_allows(problem, pacing, epoch):
-    plan, lengths = problem
-    curriculum = Curriculum(difficulties(lengths), PACINGS[pacing])
-    difficulty = curriculum.difficulty
-    schedule = BatchSchedule(plan, lengths, seed=3, order=curriculum)
-    size = len(schedule)
-    batches = [schedule[epoch * size + position] for position in range(size)]
-    ids = kept_examples(plan, lengths)
-    rows = np.concatenate([batch.rows for batch in batches])
-    np.testing.assert_array_equal(np.sort(rows[rows >= 0]), ids)
-    left = {
-        bucket: [i for b in batches if b.bucket == bucket for i in b.rows if i >= 0]
-        for bucket in plan.buckets
-    }
-    for position, batch in enumerate(batches):
-        limit = open_at(curriculum, ids, epoch + position / size)
-        # The lowest possible maximum difficulty of each bucket's next batch.
-        best = {
-            bucket: np.sort(difficulty[rest])[min(bucket.batch_size, len(rest)) - 1]
-            for bucket, rest in left.items()
-            if rest
-        }
-        drawn = batch.rows[batch.rows >= 0]
-        assert batch.bucket in best
-        assert len(drawn) == min(batch.bucket.batch_size, len(left[batch.bucket]))
-        least = min(best.values())
-        if least <= limit:
-            assert difficulty[drawn].max() <= limit
-        else:
-            # No bucket can fill a batch, so the easiest batch comes next.
-            assert difficulty[drawn].max() == least
-        left[batch.bucket] = [i for i in left[batch.bucket] if i not in set(drawn)]
 
 
 def build_schedule(order, **options) -> tuple[BucketPlan, np.ndarray, BatchSchedule]:
@@ -198,15 +132,6 @@ def test_a_pacing_may_use_another_schedule():
     _, _, inner = build_schedule(Curriculum(np.arange(4000)))
     _, _, schedule = build_schedule(Curriculum(np.arange(4000), Lookup(inner)))
     assert schedule[0].num_examples
-
-
-def test_large_integers_are_compared_exactly():
-    plan = BucketPlan((Bucket(2, 4), Bucket(2, 8)), max_tokens=16)
-    difficulty = 2**60 + np.array([3, 4, 1, 2])
-    order = Curriculum(difficulty, LinearPacing(0.0))
-    first = BatchSchedule(plan, [4, 4, 8, 8], order=order)[0]
-    assert sorted(first.rows.tolist()) == [2, 3]
-    assert str(Curriculum(difficulty)) != str(Curriculum(difficulty[::-1]))
 
 
 def test_the_fingerprint_depends_on_difficulties_and_options():

@@ -91,13 +91,6 @@ def test_dropped_remainders_leave_full_batches_only(problem, order):
         )
 
 
-def test_each_epoch_drops_different_examples():
-    plan = BucketPlan((Bucket(4, 8),), max_tokens=32)
-    schedule = BatchSchedule(plan, [8] * 7, remainder="drop")
-    seen = {int(row) for step in range(30) for row in schedule[step].rows}
-    assert len(schedule) == 1 and seen == set(range(7))
-
-
 @pytest.mark.parametrize("order", ["ascending", "descending"])
 def test_batches_are_sorted_by_length(problem, order):
     plan, lengths = problem
@@ -184,12 +177,6 @@ def test_mixed_micro_batches_are_consecutive_batches(problem, order, accumulate)
             assert costs[filler.bucket] == min(costs.values())
 
 
-def test_the_epoch_is_derived_from_the_step():
-    schedule = BatchSchedule(*random_problem())
-    size = len(schedule)
-    assert [schedule.epoch_at(s) for s in (0, size - 1, size, 7 * size)] == [0, 0, 1, 7]
-
-
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
 def test_shuffled_batches_are_not_autocorrelated(options):
     plan, lengths = random_problem()
@@ -225,14 +212,6 @@ def test_the_report_matches_the_batches_of_an_epoch(accumulate, group, remainder
 def random_problem() -> tuple[BucketPlan, np.ndarray]:
     lengths = np.random.default_rng(0).integers(1, 200, 4000)
     return plan_buckets(lengths, max_tokens=3000, num_buckets=5), lengths
-
-
-@pytest.mark.parametrize("order", ["source", "ascending", "descending"])
-@pytest.mark.parametrize("remainder", ["cheapest", "drop"])
-def test_fixed_orders_have_the_same_batches_in_every_epoch(order, remainder):
-    plan, lengths = random_problem()
-    schedule = BatchSchedule(plan, lengths, order=order, remainder=remainder)
-    assert compositions(epoch(schedule, 0)) == compositions(epoch(schedule, 7))
 
 
 def test_dropped_examples_are_redrawn_and_counted():
