@@ -104,14 +104,6 @@ class Schedule(abc.ABC):
         """The number of steps in one epoch."""
 
     @abc.abstractmethod
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Returns the micro-batches of a step that is not negative."""
-
-    @abc.abstractmethod
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """Returns the `BatchDraws` of each micro-batch of the same step."""
-
-    @abc.abstractmethod
     def config(self) -> dict[str, Any]:
         """Returns all options except the plan and the lengths, as plain Python."""
 
@@ -141,6 +133,7 @@ class Schedule(abc.ABC):
         micro = self.micro_batches(step)
         return micro[0] if self.accumulate == 1 else micro
 
+    @abc.abstractmethod
     def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         """Returns the micro-batches of a step, as a tuple even if there is only one.
 
@@ -150,8 +143,8 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._micro_batches(check_step(step))
 
+    @abc.abstractmethod
     def draws(self, step: int) -> tuple[BatchDraws, ...]:
         """Returns the random numbers for the examples of each micro-batch of a step.
 
@@ -161,7 +154,6 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._draws(check_step(step))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch of a step, counted from 0.
@@ -172,7 +164,7 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._epoch_of(check_step(step))
+        return check_step(step) // self.steps_per_epoch
 
     def epoch_start(self, epoch: int) -> int:
         """Returns the step at which an epoch starts.
@@ -183,17 +175,7 @@ class Schedule(abc.ABC):
         Raises:
           ValueError: if `epoch` is negative or not an integer.
         """
-        if check_integer("epoch", epoch) < 0:
-            raise ValueError(f"`epoch={epoch}` must not be negative.")
-        return self._start_of(epoch)
-
-    def _epoch_of(self, step: int) -> int:
-        """Returns the epoch of a step that is not negative."""
-        return step // self.steps_per_epoch
-
-    def _start_of(self, epoch: int) -> int:
-        """Returns the first step of an epoch that is not negative."""
-        return epoch * self.steps_per_epoch
+        return check_epoch(epoch) * self.steps_per_epoch
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
@@ -219,3 +201,10 @@ def check_step(step: int) -> int:
     if step < 0:
         raise IndexError(f"`step={step}` must not be negative.")
     return step
+
+
+def check_epoch(epoch: int) -> int:
+    """Returns an epoch as an int, or raises a ValueError if it is negative."""
+    if check_integer("epoch", epoch) < 0:
+        raise ValueError(f"`epoch={epoch}` must not be negative.")
+    return int(epoch)

@@ -27,13 +27,18 @@ from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.selection import selected_indices
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
+from jaxbucket.plan.reports.epoch import (
+    Report,
+    changed_examples,
+    lag1_autocorrelation,
+    report,
+)
 from jaxbucket.schedule.balance import balance_rows
-from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import PackedRows, packed_report, row_lengths
+from jaxbucket.schedule.packed_rows import PackedRows, row_lengths
 
 
 class BatchSchedule(Schedule):
@@ -229,14 +234,14 @@ class BatchSchedule(Schedule):
             f"order={self.order!r})"
         )
 
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self._batches_per_step
         numbers = range(first, first + self._batches_per_step)
         return tuple(part for n in numbers for part in self._batches(epoch, n))
 
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def draws(self, step: int) -> tuple[BatchDraws, ...]:
+        epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self.accumulate
         numbers = range(first, first + self.accumulate)
         repeats = self._order.replacement
@@ -319,7 +324,12 @@ class BatchSchedule(Schedule):
         epoch = dataclasses.replace(epoch, unselected_examples=others)
         rows = self._fixed_rows()
         if self.packing is not None:
-            epoch = packed_report(epoch, self.packing, self.plan, columns, rows)
+            # Without `rows`, an epoch may have any of them.
+            packed = epoch.examples / self.packing.num_rows * self.packing.num_examples
+            if rows is not None:
+                packed = self.packing.row_segments[rows].sum()
+            changes = changed_examples(self.plan, columns)
+            epoch = dataclasses.replace(epoch, packed_examples=round(packed), **changes)
         if rows is None:
             return epoch
         lengths = self._rows.plan.kept_lengths(self._row_lengths[rows])

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.checks import check_integer
-from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.example_draws import BatchDraws
 
 
@@ -65,20 +65,20 @@ class CombinedSchedule(Schedule):
     def _parts_of(self, step: int) -> Iterator[tuple[int, int]]:
         """Yields the component and its own step for each part of a step."""
 
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         return tuple(
             BatchIndices(x.bucket, self._rows(x.rows, self._first_rows[index]))
-            for index, number in self._parts_of(step)
-            for x in self._components[index]._micro_batches(number)
+            for index, number in self._parts_of(check_step(step))
+            for x in self._components[index].micro_batches(number)
         )
 
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
+    def draws(self, step: int) -> tuple[BatchDraws, ...]:
         # Components with equal seeds draw different numbers, because their rows or
         # their first steps differ.
         return tuple(
             x._replace(first_step=self._first_steps[index] + x.first_step)
-            for index, number in self._parts_of(step)
-            for x in self._components[index]._draws(number)
+            for index, number in self._parts_of(check_step(step))
+            for x in self._components[index].draws(number)
         )
 
     def _rows(self, rows: np.ndarray, first: int) -> np.ndarray:

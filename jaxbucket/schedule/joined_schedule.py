@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.base import Schedule, check_epoch, check_step
 from jaxbucket.schedule.combined import CombinedSchedule, check_change_steps
 
 
@@ -90,13 +90,14 @@ class JoinedSchedule(CombinedSchedule):
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in the first epoch; others may have more or fewer."""
-        return self._start_of(1)
+        return self.epoch_start(1)
 
-    def _epoch_of(self, step: int) -> int:
-        ((index, number),) = self._parts_of(step)
+    def epoch_at(self, step: int) -> int:
+        ((index, number),) = self._parts_of(check_step(step))
         return self._epochs[index] + self._components[index].epoch_at(number)
 
-    def _start_of(self, epoch: int) -> int:
+    def epoch_start(self, epoch: int) -> int:
+        check_epoch(epoch)
         index = bisect.bisect_right(self._epochs, epoch) - 1
         start = self._components[index].epoch_start(epoch - self._epochs[index])
         return self._first_steps[index] + start

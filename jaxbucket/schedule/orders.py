@@ -15,7 +15,6 @@ import numpy as np
 from jaxbucket.base.checks import check_choice, with_article
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, Within, shuffled_slots
-from jaxbucket.schedule.recent import LOCK
 from jaxbucket.schedule.spread import spread_updates
 
 OrderName: TypeAlias = Literal[
@@ -252,11 +251,9 @@ class _FixedEpochs:
         return self._rows.bucket_of(self._order(epoch))
 
     def _order(self, epoch: int) -> np.ndarray:
-        with LOCK:
-            order = self._sorted
         if epoch or self._first is None:
-            return order
-        return np.append(self._first, order[order != self._first])
+            return self._sorted
+        return np.append(self._first, self._sorted[self._sorted != self._first])
 
     @functools.cached_property
     def _sorted(self) -> np.ndarray:

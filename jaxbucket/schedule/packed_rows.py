@@ -12,7 +12,6 @@ otherwise hold the same examples in every epoch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,6 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import lengths_matrix, total_lengths
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.reports.epoch import Report, changed_examples
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.recent import recent
 
@@ -226,29 +224,6 @@ def _groups(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts = np.flatnonzero(is_first)
     sizes = np.diff(starts, append=len(is_first))
     return np.repeat(starts, sizes), np.repeat(sizes, sizes)
-
-
-def packed_report(
-    epoch: Report,
-    packing: Packing,
-    plan: BucketPlan,
-    lengths: np.ndarray,
-    rows: np.ndarray | None,
-) -> Report:
-    """Returns the report of an epoch of rows with the numbers of their examples.
-
-    Args:
-      epoch: the report, whose examples are rows.
-      packing: the packing of the examples.
-      plan: the shapes, and the policy for overlong examples.
-      lengths: `[N]` or `[N, Q]` integers, one per example.
-      rows: the rows of every epoch; None if an epoch may have any of them.
-    """
-    packed = round(epoch.examples / packing.num_rows * packing.num_examples)
-    if rows is not None:
-        packed = int(packing.row_segments[rows].sum())
-    changes = changed_examples(plan, lengths)
-    return dataclasses.replace(epoch, packed_examples=packed, **changes)
 
 
 def _kinds(
