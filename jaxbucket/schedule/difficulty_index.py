@@ -7,14 +7,10 @@ a folder with that name is always complete.
 
 from __future__ import annotations
 
-import bisect
-import math
 import os
 import pathlib
 
 import numpy as np
-
-from jaxbucket.base.checks import check_float
 
 DIFFICULTY, EXAMPLES = "difficulty.npy", "examples.npy"
 _REMEDY = "Write it again with `jb.sort.write_difficulty_index`, to an empty folder."
@@ -23,8 +19,10 @@ _REMEDY = "Write it again with `jb.sort.write_difficulty_index`, to an empty fol
 class DifficultyIndex:
     """A sorted index of difficulties, written by `write_difficulty_index`.
 
-    A `Curriculum` accepts it in place of difficulties. Ranges of the order are slices
-    of a memory-mapped file, so data is read only when it is used.
+    A `Curriculum` accepts it in place of difficulties. A part of its examples is a
+    `subset` of a schedule: `index.examples[: len(index) // 4]` is the easiest quarter,
+    and `(20 <= index.difficulty) & (index.difficulty < 40)` a range of difficulties.
+    The files are mapped into memory, so data is read only when it is used.
 
     Args:
       folder: the folder of the index.
@@ -64,48 +62,6 @@ class DifficultyIndex:
                 f"{_REMEDY}"
             ) from None
 
-    def percentiles(self, low: float, high: float) -> np.ndarray:
-        """Returns the examples between two percentiles, `[n]`, the easiest first.
-
-        Percentiles are rounded to the nearest example. So adjacent ranges, such as
-        (0, 25) and (25, 100), together have every example once.
-
-        Args:
-          low: the lower percentile, from 0 to 100.
-          high: the upper percentile, from `low` to 100.
-
-        Raises:
-          ValueError: unless `0 <= low <= high <= 100`.
-        """
-        check_float("low", low, least=0)
-        check_float("high", high, least=low, most=100)
-        first, last = (round(len(self) * x / 100) for x in (low, high))
-        return self.examples[first:last]
-
-    def between(self, low: float, high: float) -> np.ndarray:
-        """Returns the examples with `low <= difficulty < high`, `[n]`, in order.
-
-        If difficulties are float32, the bounds are rounded to float32, too.
-
-        Args:
-          low: the smallest difficulty to include.
-          high: the smallest difficulty to exclude, at least `low`.
-
-        Raises:
-          ValueError: unless `low <= high`.
-        """
-        check_float("low", low, least=-math.inf, most=math.inf)
-        check_float("high", high, least=low, most=math.inf)
-        dtype = self.difficulty.dtype
-        first, last = (self._count_below(as_stored(x, dtype)) for x in (low, high))
-        return self.examples[first:last]
-
-    def _count_below(self, value: float) -> int:
-        difficulty = self.difficulty
-        return bisect.bisect_left(
-            self.examples, value, key=lambda i: difficulty[i].item()
-        )
-
     def sorted_difficulty(self) -> np.ndarray:
         """Returns the difficulties from easiest to hardest, `[N]`.
 
@@ -124,9 +80,9 @@ class DifficultyIndex:
 
 
 def as_stored(value: float, dtype: np.dtype) -> float:
-    """Returns a bound as a Python number, rounded as difficulties of a dtype are.
+    """Returns a value as a Python number, rounded as difficulties of a dtype are.
 
-    Otherwise a difficulty of 0.3 that is stored in float32 would exceed a bound of 0.3.
+    Otherwise a difficulty of 0.3 that is stored in float32 would exceed a value of 0.3.
     Python numbers compare exactly with integers, too.
     """
     if dtype.kind != "f":

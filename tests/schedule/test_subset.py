@@ -1,6 +1,5 @@
 """Schedules over a part of the source."""
 
-
 import numpy as np
 import pytest
 

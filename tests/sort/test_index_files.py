@@ -33,37 +33,6 @@ def test_the_index_is_a_stable_argsort(tmp_path, dtype):
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
-def test_percentiles_and_between_return_slices_of_the_order(folder):
-    index, values = jb.schedule.DifficultyIndex(folder), difficulties()
-    quarters = [index.percentiles(x, x + 25) for x in (0, 25, 50, 75)]
-    np.testing.assert_array_equal(np.concatenate(quarters), index.examples)
-    assert values[quarters[0]].max() <= values[quarters[1]].min()
-    assert index.percentiles(30, 30).size == 0
-    between = index.between(2, 5)
-    assert set(between) == set(np.flatnonzero((2 <= values) & (values < 5)))
-    assert np.shares_memory(between, index.examples)
-    assert index.between(5, 5).size == index.between(99, 100).size == 0
-    assert index.between(-1, 11).size == SIZE
-    # Bounds of any type are compared as numbers.
-    assert index.between(np.float32(2), np.int64(5)).size == between.size
-
-
-@pytest.mark.parametrize(
-    ("method", "low", "high", "name"),
-    [
-        ("percentiles", -1, 5, "low"),
-        ("percentiles", 60, 40, "high"),
-        ("percentiles", 0, 101, "high"),
-        ("between", float("nan"), 1, "low"),
-        ("between", 5, 2, "high"),
-    ],
-)
-def test_invalid_ranges_are_refused(folder, method, low, high, name):
-    index = jb.schedule.DifficultyIndex(folder)
-    with pytest.raises(ValueError, match=f"`{name}="):
-        getattr(index, method)(low, high)
-
-
 def test_a_curriculum_accepts_an_index(folder):
     values, lengths = difficulties(), np.full(SIZE, 8)
     plan = jb.BucketPlan.from_shapes([(10, 8)])
@@ -102,9 +71,6 @@ def test_integers_beyond_float_precision_are_distinguished(tmp_path):
     jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     with pytest.raises(ValueError, match="`folder="):
         jb.sort.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
-    index = jb.schedule.DifficultyIndex(tmp_path / "index")
-    assert index.between(2**60, 2**60 + 1).tolist() == [1]
-    assert index.between(-np.inf, np.inf).tolist() == [1, 0]
 
 
 def test_files_that_do_not_belong_together_are_refused(folder):
@@ -121,18 +87,6 @@ def test_files_that_do_not_belong_together_are_refused(folder):
     np.save(folder / "examples.npy", np.full(SIZE, 10**6, np.int32))
     with pytest.raises(ValueError, match="examples.npy"):
         build()
-
-
-def test_bounds_are_compared_exactly(tmp_path):
-    tenths = np.array([i / 10 for i in range(10)], np.float32)
-    index = jb.sort.write_difficulty_index(tmp_path / "tenths", tenths, MESH)
-    for first in range(8):
-        assert index.between(first / 10, 0.7).tolist() == list(range(first, 7))
-    for bound in (tenths[1], float(tenths[1])):
-        assert index.between(0, bound).tolist() == [0]
-    large = jb.sort.write_difficulty_index(tmp_path / "large", [2**24 + 3, 1], MESH)
-    for kind in (float, np.float32, np.float64):
-        assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
 
 
 class TwoProcesses:
