@@ -46,11 +46,6 @@ class BatchSampler:
     def __init__(
         self, schedule: Schedule, shard: RowShard | None = None, epoch: int = 0
     ):
-        if not isinstance(schedule, Schedule):
-            raise ValueError(
-                f"`schedule` is a {type(schedule).__name__}. Pass a `BatchSchedule` or "
-                "a `Mixture`."
-            )
         if schedule.names:
             raise ValueError(
                 f"`schedule` is a mixture with the names {list(schedule.names)}, but "

@@ -151,19 +151,17 @@ class BatchSchedule(Schedule):
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
-        self._order = check_order(
-            order, len(self.lengths), is_packed=packing is not None
-        )
+        self._order = check_order(order, len(self.lengths))
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
         self.balance = bool(balance)
         self.remainder: Remainder = remainder
         self.largest_first = bool(largest_first)
-        if largest_first and self._order.replacement:
+        if self._order.replacement and (largest_first or packing is not None):
             raise ValueError(
-                "`largest_first` requires `replacement=False`, because it rearranges "
-                "the batches of an epoch. Remove one of the two."
+                "`order` draws examples with `replacement=True`, which cannot be "
+                "combined with `packing` or `largest_first`. Remove one of the two."
             )
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group

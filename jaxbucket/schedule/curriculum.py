@@ -116,19 +116,13 @@ class Curriculum(Order):
         kind = "curriculum with replacement" if self.replacement else "curriculum"
         return f"{kind} {self._fingerprint[:16]}"
 
-    def check(self, num_examples: int, *, is_packed: bool) -> None:
+    def check(self, num_examples: int) -> None:
         for metric in self._metrics:
             if len(metric.values) != num_examples:
                 raise ValueError(
                     f"`{metric.name}` has {len(metric.values)} entries for "
                     f"{num_examples} lengths. Pass one difficulty for each example."
                 )
-        if is_packed and self.replacement:
-            raise ValueError(
-                "`order` is a `Curriculum` with `replacement=True`, which draws single "
-                "examples, but `packing` puts several examples into a row. Set "
-                "`replacement=False`, or remove one of the two."
-            )
 
     def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
         return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])

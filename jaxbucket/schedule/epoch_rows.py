@@ -86,21 +86,12 @@ class EpochRows:
         self.batches_per_step = batches_per_step
         self.steps_per_epoch = -(-self.num_batches // batches_per_step)
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
-        self._check_not_empty()
         self._promoted = self.flow.promoted.tolist()
-
-    def _check_not_empty(self) -> None:
-        if not self.flow.counts.any():
-            raise ValueError(
-                "`overlong='drop'` leaves out every example, because all are longer "
-                f"than `seq_len={self.plan.buckets[-1].seq_len}`. Plan with a larger "
-                "`max_seq_len`."
-            )
         if not self.num_batches:
             raise ValueError(
-                "`remainder='drop'` leaves out every example, because none of the "
-                f"buckets {', '.join(map(str, self.plan.buckets))} has a full batch. "
-                "Keep remainders, or plan with a smaller `max_tokens`."
+                f"`overlong={plan.overlong!r}` and `remainder={remainder!r}` leave out "
+                "every example: all are too long, or no bucket has a full batch. Plan "
+                "with a larger `max_seq_len` or a smaller `max_tokens`."
             )
 
     @functools.cached_property

@@ -81,13 +81,8 @@ class Order(abc.ABC):
             the usual order.
         """
 
-    def check(self, num_examples: int, *, is_packed: bool) -> None:  # noqa: B027
-        """Raises a ValueError if the order does not fit the examples of a schedule.
-
-        Args:
-          num_examples: the number of examples, N.
-          is_packed: whether rows hold several examples.
-        """
+    def check(self, num_examples: int) -> None:  # noqa: B027
+        """Raises a ValueError if the order is not for this number of examples, N."""
 
     def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray | None:
         """Returns `[N]` difficulties if easy examples share packed rows, else None.
@@ -285,7 +280,7 @@ NAMED: dict[str, Order] = {
 }
 
 
-def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
+def check_order(order: Any, num_examples: int) -> Order:
     """Returns an order, which may be given by its name.
 
     Raises:
@@ -299,5 +294,5 @@ def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
             f"`order` is {with_article(order)}. Pass one of the names "
             f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
         )
-    order.check(num_examples, is_packed=is_packed)
+    order.check(num_examples)
     return order

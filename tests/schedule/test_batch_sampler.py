@@ -90,7 +90,6 @@ def test_a_process_without_an_example_gets_an_empty_list():
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("schedule", (5,)),
         ("schedule", (jb.Mixture({"a": make_schedule()}, {"a": 1}),)),
         ("shard", (make_schedule(), 0)),
         ("batch_size", (make_schedule(), RowShard((0,), 3))),

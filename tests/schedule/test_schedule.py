@@ -78,7 +78,7 @@ def test_dropped_remainders_leave_full_batches_only(problem, order):
     try:
         schedule = BatchSchedule(plan, lengths, order=order, remainder="drop")
     except ValueError as error:
-        assert "`remainder='drop'` leaves out every example" in str(error)
+        assert "`remainder='drop'` leave out every example" in str(error)
         counts = np.bincount(plan.assign(lengths) + 1, minlength=len(plan) + 1)[1:]
         assert np.all(counts < plan.batch_sizes)
         return
