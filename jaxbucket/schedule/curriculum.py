@@ -46,18 +46,20 @@ class Curriculum(Order):
 
       Short examples come first, by value, and of these the least rare ones:
 
+      >>> in_two_steps = LinearPacing(start=0, duration=2, unit="steps")
       >>> order = Curriculum(
       ...     {"length": [8, 3, 5, 7], "rarity": [0.1, 0.3, 0.9, 0.4]},
       ...     {
-      ...         "length": ByValue(LinearPacing(start=0, steps=2), low=5, high=8),
-      ...         "rarity": LinearPacing(start=0.5, steps=2),
+      ...         "length": ByValue(in_two_steps, low=5, high=8),
+      ...         "rarity": LinearPacing(start=0.5, duration=2, unit="steps"),
       ...     },
       ... )
       >>> [sorted(x.rows.tolist()) for x in BatchSchedule(plan, [8] * 4, order=order)]
       [[1, 3], [0, 2]]
 
     With several metrics, an example is open when all of them open it. Batches are
-    completed with the examples that will open next.
+    completed with the examples that open next in this epoch. Even if nothing is open,
+    the easiest examples are.
 
     With packed rows, examples that are about as difficult share rows. A row is open
     when all of its examples are, and as difficult as its hardest one.

@@ -67,7 +67,7 @@ class Mixture(CombinedSchedule):
       >>> weights = {0: {"large": 1}, 3: {"large": 1, "small": 1}}
       >>> mixture = Mixture({"large": large, "small": small}, weights)
       >>> [mixture.name_at(step) for step in range(7)]
-      ['large', 'large', 'large', 'large', 'small', 'large', 'small']
+      ['large', 'large', 'large', 'small', 'large', 'small', 'large']
 
     Rows are numbered over all components: the rows of the second component start where
     the first one ends, as in `concatenate(sources)`. The examples of components with

@@ -239,11 +239,10 @@ class OpenDraws:
         """
         start = self._opened.start(epoch, position)
 
-        def sort() -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-            rise = self._opened.rise(epoch, start)
-            buckets = range(len(self._rows.plan))
-            return [rise.by_opening(self._rows.bucket_examples(x)) for x in buckets]
+        def sort() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            rise, own = self._opened.rise(epoch, start), self._rows.bucket_examples
+            buckets = [rise.by_opening(own(x)) for x in range(len(self._rows.plan))]
+            return [x for x, _, _ in buckets], [counts for _, _, counts in buckets]
 
-        opened = recent(self._sorted, (epoch, start), sort)
-        counts = [int(num_open[position - start]) for _, _, num_open in opened]
-        return counts, [examples for examples, _, _ in opened]
+        examples, counts = recent(self._sorted, (epoch, start), sort)
+        return [int(num_open[position - start]) for num_open in counts], examples

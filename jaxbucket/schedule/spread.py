@@ -139,7 +139,7 @@ class Turns:
       >>> half, quarter = Fraction(1, 2), Fraction(1, 4)
       >>> turns = Turns([0, 4], [[half, half], [1 - quarter, quarter]])
       >>> [turns.at(turn) for turn in range(8)]
-      [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (0, 3), (1, 2), (0, 4)]
+      [(1, 0), (0, 0), (1, 1), (0, 1), (0, 2), (0, 3), (1, 2), (0, 4)]
 
     Args:
       starts: the turns from which the shares hold, ascending from 0.
