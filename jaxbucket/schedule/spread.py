@@ -131,6 +131,8 @@ def _huffman(counts: tuple[int, ...]) -> _Node:
 class Turns:
     """Turns in proportion to shares, which may change. Members go on where they were.
 
+    In a `Mixture`, the members are its components, and a turn is one of their steps.
+
     The turns of each member are evenly spread, as `spread_evenly` does it: after any
     number of turns since a change, a member has had its share with an error of less
     than two turns, and typically less than one.
