@@ -126,11 +126,11 @@ def three_metrics(lengths: np.ndarray, replacement: bool) -> jb.Curriculum:
     rng = np.random.default_rng(2)
     rarity = rng.normal(size=len(lengths))
     loss = rng.random(len(lengths), np.float32)
-    by_step = jb.schedule.LinearPacing(start=0, steps=30_000)
+    by_step = jb.schedule.LinearPacing(start=0, duration=30_000, unit="steps")
     pacing = {
         "length": jb.schedule.ByValue(by_step, low=8, high=8192, multiple=8),
-        "rarity": jb.schedule.RootPacing(start=0.1, steps=50_000),
-        "loss": jb.schedule.LinearPacing(start=0.1, epochs=2),
+        "rarity": jb.schedule.RootPacing(start=0.1, duration=50_000, unit="steps"),
+        "loss": jb.schedule.LinearPacing(start=0.1, duration=2),
     }
     metrics = {"length": lengths, "rarity": rarity, "loss": loss}
     return jb.Curriculum(metrics, pacing, replacement=replacement)

@@ -96,10 +96,7 @@ def write_indexes(
     mesh: jax.sharding.Mesh,
     processes: jb.Processes,
 ) -> dict[str, jb.schedule.DifficultyIndex]:
-    """Measures all metrics of this process's share, and writes an index for each.
-
-    `--sorted-by` decides whether it is sorted together with the other shares.
-    """
+    """Measures all metrics of this process's share, and writes an index for each."""
     folder = pathlib.Path(args.index)
     metrics = {"length": length, "rarity": Rarity(source), "surprise": surprise}
     shares = jb.data.measure_difficulty(
@@ -114,11 +111,10 @@ def write_indexes(
     for name, share in shares.items():
         describe(name, share, processes)
         indexes[name] = jb.sort.write_difficulty_index(
-            folder / f"by-{name}-of-{args.sorted_by}",
+            folder / f"by-{name}",
             share,
             mesh,
             processes=processes,
-            sorted_by=args.sorted_by,
         )
     return indexes
 
@@ -148,7 +144,9 @@ def make_schedule(
         max_seq_len=args.max_len,
         overlong="truncate",
     )
-    pacing = jb.schedule.RootPacing(start=0.05, steps=args.steps_to_all)
+    pacing = jb.schedule.RootPacing(
+        start=0.05, duration=args.steps_to_all, unit="steps"
+    )
     order = jb.Curriculum(difficulty, pacing)
     return jb.BatchSchedule(plan, lengths, seed=args.seed, order=order)
 
@@ -248,12 +246,6 @@ def parse_arguments() -> argparse.Namespace:
         default=["length", "rarity"],
         nargs="+",
         help="a document is trained on once it is easy enough by each of these",
-    )
-    option(
-        "--sorted-by",
-        choices=["all", "process"],
-        default="all",
-        help="sort across all processes, or within each process",
     )
     option(
         "--steps-to-all",

@@ -90,7 +90,7 @@ def schedule_of(order, remainder, group) -> tuple[Schedule, int]:
         # The difficulty rises and falls within an epoch.
         order = Curriculum(LENGTHS % 7, falls)
     elif order != "descending" and remainder != "drop":
-        options["opening"] = "largest_first"
+        options["largest_first"] = True
     schedule = BatchSchedule(PLAN, LENGTHS, order=order, **options)
     return schedule, int(schedule.flow.dropped.sum())
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from gradient_estimates import GradientEstimates
 
-from jaxbucket.schedule.spread_updates import SpreadUpdates
+from jaxbucket.schedule.spread import SpreadUpdates
 
 # Updates over which an optimizer with a momentum of 0.9 averages.
 NUM_UPDATES = 10

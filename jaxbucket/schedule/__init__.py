@@ -1,9 +1,25 @@
 """Schedules: pure functions from a step to the examples of its batch.
 
-A `BatchSchedule` arranges the rows of each epoch (`epoch_rows`) in an order (`orders`,
-`curriculum`). A `Mixture` takes its steps from several schedules. No schedule has a
-state that advances, so a run resumes from a single integer. A `BatchSampler` yields the
-indices of examples for PyTorch.
+No schedule has a state that advances, so a run resumes from a single integer. This is
+how `schedule[1234]` of a `BatchSchedule` gets its rows:
+
+1. When the schedule is created, `epoch_rows` assigns each example to its bucket, and
+   decides how many rows and batches each bucket has in an epoch. Examples that do not
+   fill a batch are promoted to a longer bucket, padded or dropped (`plan.flow`). With
+   packed rows, the same is done with rows of several examples (`packed_rows`).
+2. The step is divided by the steps of an epoch: 1,234 is step 234 of epoch 1 if there
+   are 1,000 (`batch_schedule`).
+3. The order of the schedule finds the batch at this place of the epoch: a bucket, and
+   some of its rows. The named orders compute it (`orders`, with the sequences of
+   `spread`, and `grouped_by_length`). A `Curriculum` deals all batches of the epoch,
+   from the examples that its pacing functions have opened (`curriculum`, `metric`,
+   `pacing`, `paced_order`).
+4. `EpochRows.examples` returns the examples of these rows. A keyed permutation, which
+   depends on the seed, the epoch and the bucket, shuffles them without a table.
+5. The rows are cut into micro-batches, filled with -1, and may be balanced (`balance`).
+
+A `Mixture` and a `JoinedSchedule` only decide which step of which component comes next
+(`combined`). A `BatchSampler` yields the indices of examples for PyTorch.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

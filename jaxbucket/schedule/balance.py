@@ -46,18 +46,3 @@ def _divide(rows: list[int], weights: list[float]) -> list[int]:
         parts[least].append(row)
         sums[least] += weights[row]
     return [row for part in parts for row in _divide(part, weights)]
-
-
-def imbalance(work: np.ndarray, num_parts: int) -> float:
-    """Returns the work of the part with the most work, divided by the mean of all.
-
-    Example:
-      >>> imbalance(np.array([9, 1, 8, 2]), num_parts=2)
-      1.0
-
-    Args:
-      work: `[n]` numbers, the work of each row, in order.
-      num_parts: the number of parts, all with the same number of rows.
-    """
-    sums = work.reshape(num_parts, -1).sum(axis=1)
-    return float(sums.max() / sums.mean()) if sums.any() else 1.0

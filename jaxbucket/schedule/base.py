@@ -6,7 +6,7 @@ import abc
 import functools
 import json
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -68,31 +68,15 @@ class Schedule(abc.ABC):
         """The sequences that have lengths of their own, which all plans share."""
         return self.plans[0].sequences
 
-    @functools.cached_property
+    @property
     def truncates(self) -> bool | list[str]:
         """Whether examples keep their first tokens; or which of their sequences do."""
-        return _any_of([plan.truncates for plan in self.plans])
+        return self.plans[0].truncates
 
-    @functools.cached_property
+    @property
     def truncates_left(self) -> bool | list[str]:
         """Whether examples keep their last tokens; or which of their sequences do."""
-        return _any_of([plan.truncates_left for plan in self.plans])
-
-    def check_policies(self) -> None:
-        """Checks that no two plans truncate different ends of the examples.
-
-        Raises:
-          ValueError: if one plan truncates their start and another one their end.
-        """
-        first, last = self.truncates, self.truncates_left
-        both = first and last
-        if isinstance(first, list) and isinstance(last, list):
-            both = set(first) & set(last)
-        if both:
-            raise ValueError(
-                "`schedules` have plans with `overlong='truncate'` and with "
-                "'truncate_left'. Use one of them in all plans."
-            )
+        return self.plans[0].truncates_left
 
     @property
     def columns(self) -> np.ndarray:
@@ -118,14 +102,6 @@ class Schedule(abc.ABC):
     @abc.abstractmethod
     def steps_per_epoch(self) -> int:
         """The number of steps in one epoch."""
-
-    @abc.abstractmethod
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Returns the micro-batches of a step that is not negative."""
-
-    @abc.abstractmethod
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """Returns the `BatchDraws` of each micro-batch of the same step."""
 
     @abc.abstractmethod
     def config(self) -> dict[str, Any]:
@@ -157,6 +133,7 @@ class Schedule(abc.ABC):
         micro = self.micro_batches(step)
         return micro[0] if self.accumulate == 1 else micro
 
+    @abc.abstractmethod
     def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         """Returns the micro-batches of a step, as a tuple even if there is only one.
 
@@ -166,8 +143,8 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._micro_batches(_check_step(step))
 
+    @abc.abstractmethod
     def draws(self, step: int) -> tuple[BatchDraws, ...]:
         """Returns the random numbers for the examples of each micro-batch of a step.
 
@@ -177,7 +154,6 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._draws(_check_step(step))
 
     def epoch_at(self, step: int) -> int:
         """Returns the epoch of a step, counted from 0.
@@ -188,7 +164,7 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._epoch_of(_check_step(step))
+        return check_step(step) // self.steps_per_epoch
 
     def epoch_start(self, epoch: int) -> int:
         """Returns the step at which an epoch starts.
@@ -199,17 +175,7 @@ class Schedule(abc.ABC):
         Raises:
           ValueError: if `epoch` is negative or not an integer.
         """
-        if check_integer("epoch", epoch) < 0:
-            raise ValueError(f"`epoch={epoch}` must not be negative.")
-        return self._start_of(epoch)
-
-    def _epoch_of(self, step: int) -> int:
-        """Returns the epoch of a step that is not negative."""
-        return step // self.steps_per_epoch
-
-    def _start_of(self, epoch: int) -> int:
-        """Returns the first step of an epoch that is not negative."""
-        return epoch * self.steps_per_epoch
+        return check_epoch(epoch) * self.steps_per_epoch
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
@@ -229,15 +195,16 @@ class Schedule(abc.ABC):
         return self
 
 
-def _check_step(step: int) -> int:
+def check_step(step: int) -> int:
+    """Returns a step as an int, or raises an IndexError if it is negative."""
     step = operator.index(step)
     if step < 0:
         raise IndexError(f"`step={step}` must not be negative.")
     return step
 
 
-def _any_of(policies: Sequence[bool | list[str]]) -> bool | list[str]:
-    """Returns whether a policy applies in any plan; or the sequences it applies to."""
-    if all(isinstance(policy, bool) for policy in policies):
-        return any(policies)
-    return list(dict.fromkeys(x for names in policies for x in names))  # pyright: ignore
+def check_epoch(epoch: int) -> int:
+    """Returns an epoch as an int, or raises a ValueError if it is negative."""
+    if check_integer("epoch", epoch) < 0:
+        raise ValueError(f"`epoch={epoch}` must not be negative.")
+    return int(epoch)

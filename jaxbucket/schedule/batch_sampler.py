@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_integer
-from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.base import Schedule, check_epoch
 
 
 class BatchSampler:
@@ -47,11 +46,6 @@ class BatchSampler:
     def __init__(
         self, schedule: Schedule, shard: RowShard | None = None, epoch: int = 0
     ):
-        if not isinstance(schedule, Schedule):
-            raise ValueError(
-                f"`schedule` is a {type(schedule).__name__}. Pass a `BatchSchedule` or "
-                "a `Mixture`."
-            )
         if schedule.names:
             raise ValueError(
                 f"`schedule` is a mixture with the names {list(schedule.names)}, but "
@@ -81,9 +75,7 @@ class BatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration."""
-        if check_integer("epoch", epoch) < 0:
-            raise ValueError(f"`epoch={epoch}` must not be negative.")
-        self.epoch = epoch
+        self.epoch = check_epoch(epoch)
 
     def _steps(self) -> tuple[int, int]:
         """Returns the first step of the epoch, and that of the next one."""

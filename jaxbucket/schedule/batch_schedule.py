@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,24 +19,26 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     check_accumulate,
     check_choice,
-    check_positive,
     check_seed,
 )
-from jaxbucket.base.lengths import Lengths, total_lengths
+from jaxbucket.base.digest import digest
+from jaxbucket.base.lengths import Lengths, any_lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.selection import selected_indices
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, lag1_autocorrelation, report
-from jaxbucket.schedule.balance import balance_rows, imbalance
-from jaxbucket.schedule.base import Schedule
+from jaxbucket.plan.reports.epoch import (
+    Report,
+    changed_examples,
+    lag1_autocorrelation,
+    report,
+)
+from jaxbucket.schedule.balance import balance_rows
+from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.orders import Order, OrderName, check_order
-from jaxbucket.schedule.packed_rows import PackedRows, packed_report, row_lengths
-from jaxbucket.schedule.subset import check_lengths_of, subset_digest
-
-# Steps of an epoch over which the imbalance is averaged.
-_MAX_STEPS_MEASURED = 4096
+from jaxbucket.schedule.packed_rows import PackedRows, row_lengths
 
 
 class BatchSchedule(Schedule):
@@ -92,9 +94,9 @@ class BatchSchedule(Schedule):
       remainder: the policy for examples that do not fill a batch: "cheapest" as above,
         "promote" to always move them up, "pad" to always keep them in their bucket, or
         "drop" to leave them out. If epochs are redrawn, each drops different examples.
-      opening: "largest_first" if the first epoch starts with a batch of the bucket with
-        the most tokens, so that a lack of memory becomes apparent immediately. Its
-        other batches follow in the usual order. None for the usual order only.
+      largest_first: whether the first epoch starts with a batch of the bucket with the
+        most tokens, so that a lack of memory becomes apparent immediately. Its other
+        batches follow in the usual order.
       accumulate: the number of micro-batches in a step; if it is not 1,
         `schedule[step]` is a tuple.
       packing: rows of several examples, created by `pack`; None for one example per
@@ -116,12 +118,11 @@ class BatchSchedule(Schedule):
 
     Raises:
       ValueError: if the plan refuses the lengths or no example is left; if `order`,
-        `remainder`, `opening` or `group` is unknown; if `opening` is combined with a
-        `Curriculum` with replacement; if `seed` is out of range; if `packing` is for
-        different lengths,
-        does not fit the plan, is combined with a `Curriculum` with replacement, or is
-        missing for a plan for packed rows; if `subset` selects no example, or is not
-        `[N]` bool or different indices.
+        `remainder` or `group` is unknown; if `seed` is out of range; if `packing` is
+        for different lengths, does not fit the plan, or is missing for a plan for
+        packed rows; if a `Curriculum` with replacement is combined with `packing` or
+        `largest_first`; if `subset` selects no example, or is not `[N]` bool or
+        different indices.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class BatchSchedule(Schedule):
         seed: int = 0,
         order: OrderName | Order = "spread",
         remainder: Remainder = "cheapest",
-        opening: Literal["largest_first"] | None = None,
+        largest_first: bool = False,
         accumulate: int = 1,
         group: Group = "same",
         packing: Packing | None = None,
@@ -146,30 +147,26 @@ class BatchSchedule(Schedule):
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
                 "it, or use `plan.unpacked` to have one example per row."
             )
-        columns, self.subset = check_lengths_of(plan, lengths, subset)
+        columns, self.subset = _check_lengths(plan, lengths, subset)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
-        self._order = check_order(
-            order, len(self.lengths), is_packed=packing is not None
-        )
+        self._order = check_order(order, len(self.lengths))
         self.order: OrderName | Order = order
         self.seed = check_seed(seed)
         self.packing = packing
         self.balance = bool(balance)
         self.remainder: Remainder = remainder
-        if opening is not None:
-            check_choice("opening", opening, ["largest_first"])
-            if self._order.replacement:
-                raise ValueError(
-                    "`opening` requires `replacement=False`, because it rearranges the "
-                    "batches of an epoch. Remove one of the two."
-                )
-        self.opening: Literal["largest_first"] | None = opening
+        self.largest_first = bool(largest_first)
+        if self._order.replacement and (largest_first or packing is not None):
+            raise ValueError(
+                "`order` draws examples with `replacement=True`, which cannot be "
+                "combined with `packing` or `largest_first`. Remove one of the two."
+            )
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
         self._set_rows(columns)
-        first = self._largest_batch() if opening else None
+        first = self._largest_batch() if largest_first else None
         self._epochs = self._order.epoch_order(
             self._rows, total_lengths(self._row_lengths), self.seed, first
         )
@@ -235,14 +232,14 @@ class BatchSchedule(Schedule):
             f"order={self.order!r})"
         )
 
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self._batches_per_step
         numbers = range(first, first + self._batches_per_step)
         return tuple(part for n in numbers for part in self._batches(epoch, n))
 
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        epoch, position = divmod(step, self.steps_per_epoch)
+    def draws(self, step: int) -> tuple[BatchDraws, ...]:
+        epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self.accumulate
         numbers = range(first, first + self.accumulate)
         repeats = self._order.replacement
@@ -325,45 +322,22 @@ class BatchSchedule(Schedule):
         epoch = dataclasses.replace(epoch, unselected_examples=others)
         rows = self._fixed_rows()
         if self.packing is not None:
-            epoch = packed_report(epoch, self.packing, self.plan, columns, rows)
+            # Without `rows`, an epoch may have any of them.
+            packed = epoch.examples / self.packing.num_rows * self.packing.num_examples
+            if rows is not None:
+                packed = self.packing.row_segments[rows].sum()
+            changes = changed_examples(self.plan, columns)
+            epoch = dataclasses.replace(epoch, packed_examples=round(packed), **changes)
         if rows is None:
             return epoch
         lengths = self._rows.plan.kept_lengths(self._row_lengths[rows])
         return epoch.with_lengths(lengths)
 
-    def imbalance(self, num_devices: int, epoch: int = 0) -> float:
-        """Returns the work of the busiest device relative to the mean of all devices.
-
-        The work is that of attention within examples, the sum of their squared lengths.
-        The ratio is averaged over the first 4,096 steps of an epoch.
-
-        Example:
-          >>> from jaxbucket import plan_buckets
-          >>> from jaxbucket.packing import pack
-          >>> lengths = np.random.default_rng(0).integers(1, 100, 1000)
-          >>> packing = pack(lengths, 128)
-          >>> plan = plan_buckets([128], max_tokens=32 * 128, sample=True)
-          >>> schedule = BatchSchedule(plan, lengths, packing=packing)
-          >>> print(f"{schedule.imbalance(num_devices=8):.2f}")
-          1.05
-
-        Args:
-          num_devices: the number of devices that share the rows of a batch.
-          epoch: the epoch to measure, counted from 0.
-
-        Raises:
-          ValueError: if `num_devices` does not divide the batch size of every bucket.
-        """
-        first = epoch * len(self)
-        steps = range(first, first + min(len(self), _MAX_STEPS_MEASURED))
-        work = (self.device_work(step, num_devices) for step in steps)
-        return float(np.mean([imbalance(x, num_devices) for x in work]))
-
     def device_work(self, step: int, num_devices: int) -> np.ndarray:
         """Returns the work of each device at a step, `[num_devices]` int64.
 
-        It is counted as in `imbalance`, and added up over the micro-batches. Log it
-        with the metrics of the step.
+        The work is that of attention within examples, the sum of their squared lengths,
+        added up over the micro-batches. Log its maximum divided by its mean.
 
         Example:
           >>> from jaxbucket import plan_buckets
@@ -375,18 +349,11 @@ class BatchSchedule(Schedule):
         Args:
           step: the step, counted over all epochs.
           num_devices: the number of devices that share the rows of a batch, in order.
+            It divides every batch size.
 
         Raises:
           IndexError: if `step` is negative.
-          ValueError: if `num_devices` does not divide the batch size of every bucket.
         """
-        check_positive("num_devices", num_devices)
-        for bucket in self.plan.buckets:
-            if bucket.batch_size % num_devices:
-                raise ValueError(
-                    f"`num_devices={num_devices}` does not divide the batch size of "
-                    f"bucket {bucket}. Plan with `batch_size_multiple={num_devices}`."
-                )
         parts = [x.rows.reshape(num_devices, -1) for x in self.micro_batches(step)]
         return np.sum([self._row_work(x).sum(axis=1) for x in parts], axis=0)
 
@@ -412,10 +379,42 @@ class BatchSchedule(Schedule):
             "seed": self.seed,
             "order": str(self._order),
             "remainder": self.remainder,
-            "opening": self.opening,
+            "largest_first": self.largest_first,
             "accumulate": self.accumulate,
             "group": self.group,
             "balance": self.balance,
             "packing": self.packing and self.packing.fingerprint,
-            "subset": None if self.subset is None else subset_digest(self.subset),
+            "subset": None
+            if self.subset is None
+            else digest(np.packbits(self.subset).data),
         }
+
+
+def _check_lengths(
+    plan: BucketPlan, lengths: Lengths, subset: ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None.
+
+    Args:
+      plan: the plan, which has to hold the examples of the subset only.
+      lengths: `[N]` integers, or sequence name -> `[N]` integers.
+      subset: `[N]` bool, or the indices of the examples; None for all of them.
+
+    Raises:
+      ValueError: if the plan refuses a length of the subset, or `subset` is invalid.
+    """
+    if subset is None:
+        return plan.check(lengths), None
+    columns = any_lengths(lengths, plan.sequences)
+    indices = selected_indices("subset", subset, len(columns))
+    is_selected = np.zeros(len(columns), bool)
+    is_selected[indices] = True
+    if np.count_nonzero(is_selected) < len(indices):
+        raise ValueError(
+            "`subset` has an index twice. Pass different ones, because an epoch has "
+            "each example once."
+        )
+    # Every plan holds the other examples if their lengths are 1.
+    mask = is_selected if columns.ndim == 1 else is_selected[:, None]
+    plan.check(np.where(mask, columns, np.ones_like(columns, shape=())))
+    return columns, is_selected

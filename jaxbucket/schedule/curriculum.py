@@ -11,11 +11,9 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
 from jaxbucket.schedule.difficulty_index import DifficultyIndex
-from jaxbucket.schedule.easy_draws import EasyDraws
-from jaxbucket.schedule.metric import Metric
+from jaxbucket.schedule.metric import Metric, OpenExamples
 from jaxbucket.schedule.orders import EpochOrder, Order
-from jaxbucket.schedule.paced_order import PacedOrder
-from jaxbucket.schedule.paced_runs import PacedRuns
+from jaxbucket.schedule.paced_order import OpenDraws, PacedOrder
 from jaxbucket.schedule.pacing import LinearPacing, Pacing
 
 Difficulty: TypeAlias = ArrayLike | DifficultyIndex
@@ -48,18 +46,20 @@ class Curriculum(Order):
 
       Short examples come first, by value, and of these the least rare ones:
 
+      >>> in_two_steps = LinearPacing(start=0, duration=2, unit="steps")
       >>> order = Curriculum(
       ...     {"length": [8, 3, 5, 7], "rarity": [0.1, 0.3, 0.9, 0.4]},
       ...     {
-      ...         "length": ByValue(LinearPacing(start=0, steps=2), low=5, high=8),
-      ...         "rarity": LinearPacing(start=0.5, steps=2),
+      ...         "length": ByValue(in_two_steps, low=5, high=8),
+      ...         "rarity": LinearPacing(start=0.5, duration=2, unit="steps"),
       ...     },
       ... )
       >>> [sorted(x.rows.tolist()) for x in BatchSchedule(plan, [8] * 4, order=order)]
       [[1, 3], [0, 2]]
 
     With several metrics, an example is open when all of them open it. Batches are
-    completed with the examples that will open next.
+    completed with the examples that open next in this epoch. Even if nothing is open,
+    the easiest examples are.
 
     With packed rows, examples that are about as difficult share rows. A row is open
     when all of its examples are, and as difficult as its hardest one.
@@ -86,8 +86,7 @@ class Curriculum(Order):
     Raises:
       ValueError: if `difficulty` is empty, not `[N]` or not finite; if `pacing` is not
         callable, has an unknown unit, or does not have the names of `difficulty`; or if
-        it is a `ByValue` that opens no example, or for an index with
-        `sorted_by="process"`.
+        it is a `ByValue` that opens no example.
     """
 
     def __init__(
@@ -119,28 +118,22 @@ class Curriculum(Order):
         kind = "curriculum with replacement" if self.replacement else "curriculum"
         return f"{kind} {self._fingerprint[:16]}"
 
-    def check(self, num_examples: int, *, is_packed: bool) -> None:
+    def check(self, num_examples: int) -> None:
         for metric in self._metrics:
             if len(metric.values) != num_examples:
                 raise ValueError(
                     f"`{metric.name}` has {len(metric.values)} entries for "
                     f"{num_examples} lengths. Pass one difficulty for each example."
                 )
-        if is_packed and self.replacement:
-            raise ValueError(
-                "`order` is a `Curriculum` with `replacement=True`, which draws single "
-                "examples, but `packing` puts several examples into a row. Set "
-                "`replacement=False`, or remove one of the two."
-            )
 
     def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray:
         return np.maximum.reduce([metric.ranks(is_kept)[0] for metric in self._metrics])
 
     def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
-        runs = PacedRuns(self._metrics, rows)
+        opened = OpenExamples(self._metrics, rows)
         if self.replacement:
-            return EasyDraws(runs, rows, seed)
-        return PacedOrder(runs, rows, seed, first)
+            return OpenDraws(opened, rows, seed)
+        return PacedOrder(opened, rows, seed, first)
 
     @functools.cached_property
     def _fingerprint(self) -> str:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.lengths import total_lengths
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.plan.flow.remainder import Remainder, epoch_flow
 from jaxbucket.plan.reports.epoch import report
-from jaxbucket.schedule.grouping import Within, examples_by_bucket
 from jaxbucket.schedule.pacing import Unit
 from jaxbucket.schedule.packed_rows import PackedRows
 
+Within: TypeAlias = Literal["source", "ascending", "descending"]
 # (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.
 Slots: TypeAlias = Callable[[int, np.ndarray, int], np.ndarray]
 
@@ -84,21 +85,12 @@ class EpochRows:
         self.batches_per_step = batches_per_step
         self.steps_per_epoch = -(-self.num_batches // batches_per_step)
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
-        self._check_not_empty()
         self._promoted = self.flow.promoted.tolist()
-
-    def _check_not_empty(self) -> None:
-        if not self.flow.counts.any():
-            raise ValueError(
-                "`overlong='drop'` leaves out every example, because all are longer "
-                f"than `seq_len={self.plan.buckets[-1].seq_len}`. Plan with a larger "
-                "`max_seq_len`."
-            )
         if not self.num_batches:
             raise ValueError(
-                "`remainder='drop'` leaves out every example, because none of the "
-                f"buckets {', '.join(map(str, self.plan.buckets))} has a full batch. "
-                "Keep remainders, or plan with a smaller `max_tokens`."
+                f"`overlong={plan.overlong!r}` and `remainder={remainder!r}` leave out "
+                "every example: all are too long, or no bucket has a full batch. Plan "
+                "with a larger `max_seq_len` or a smaller `max_tokens`."
             )
 
     @functools.cached_property
@@ -188,3 +180,47 @@ class EpochRows:
                     remaining.append((source, places[here], row))
                 first = after
         return examples
+
+
+def examples_by_bucket(
+    plan: BucketPlan,
+    lengths: np.ndarray,
+    within: Within = "source",
+    subset: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns all examples that the plan keeps, sorted by bucket.
+
+    Example:
+      >>> from jaxbucket import Bucket
+      >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
+      >>> examples_by_bucket(plan, np.array([9, 8, 16, 3, 5]), "descending")[0]
+      array([1, 4, 3, 2, 0], dtype=uint32)
+
+    Args:
+      plan: the buckets.
+      lengths: `[N]` integers that the plan accepts, or `[N, Q]` with a column for each
+        of several sequences.
+      within: how the examples of a bucket are sorted: in "source" order, or
+        "ascending" or "descending" by (total) length. Ties stay in source order.
+      subset: `[N]` bool, the examples to return; None for all. The plan has to accept
+        only these.
+
+    Returns:
+      `[N']` uint32 examples (int64 for more than 2**32 lengths), and `[K]` int64
+      numbers of examples per bucket.
+    """
+    bucket = plan.assign(lengths if subset is None else lengths[subset])
+    # numpy uses a radix sort, which is linear, for 16-bit integers.
+    examples = np.argsort(bucket, kind="stable")
+    ends = np.searchsorted(bucket[examples], np.arange(len(plan) + 1))
+    examples = examples[ends[0] :]
+    if subset is not None:
+        examples = np.flatnonzero(subset)[examples]
+    examples = examples.astype(np.uint32 if len(lengths) <= 2**32 else np.int64)
+    if within != "source":
+        sign = -1 if within == "descending" else 1
+        totals = total_lengths(lengths)
+        for part in np.split(examples, ends[1:-1] - ends[0]):
+            key = sign * totals[part].astype(np.int64)
+            part[:] = part[np.argsort(key, kind="stable")]
+    return examples, np.diff(ends)

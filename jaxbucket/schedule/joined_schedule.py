@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from jaxbucket.base.batch import BatchIndices
-from jaxbucket.base.checks import check_integer
-from jaxbucket.schedule.base import Schedule
-from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.mixture import pad_segments
+from jaxbucket.schedule.base import Schedule, check_epoch, check_step
+from jaxbucket.schedule.combined import CombinedSchedule, check_change_steps
 
 
-class JoinedSchedule(Schedule):
+class JoinedSchedule(CombinedSchedule):
     """A schedule that changes to another one at given steps.
 
     The plan, the token budget, the order, the number of micro-batches or the weights of
@@ -68,52 +63,26 @@ class JoinedSchedule(Schedule):
                 f"`schedules` is a {type(schedules).__name__}. Pass a mapping from "
                 "steps to schedules: `{0: first, 1000: second}`."
             )
+        super().__init__(schedules)
         self.schedules = dict(schedules)
-        self._steps = [check_integer("step", step) for step in self.schedules]
-        self._phases = list(self.schedules.values())
-        self._check()
-        first = self._phases[0]
-        plans = [plan for phase in self._phases for plan in phase.plans]
-        self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())
-        self.check_policies()
-        self.lengths, self.parts = first.lengths, first.parts
-        self.accumulate = max(phase.accumulate for phase in self._phases)
-        if first.max_segments is not None:
-            self.max_segments = max(x.max_segments or 0 for x in self._phases)
-        lengths_of_phases = np.diff(self._steps).tolist()
-        epochs = [
-            phase.epoch_at(length - 1) + 1
-            for length, phase in zip(lengths_of_phases, self._phases, strict=False)
-        ]
-        # The epoch with which each schedule starts.
-        self._epochs = [0, *itertools.accumulate(epochs)]
-
-    def _check(self) -> None:
-        steps = self._steps
-        if not steps or steps != sorted({0, *steps}):
-            raise ValueError(
-                f"`schedules` has the steps {steps}. Start with step 0, in ascending "
-                "order: `{0: first, 1000: second}`."
-            )
-        for step, phase in self.schedules.items():
-            if not isinstance(phase, Schedule) or phase.names:
+        self._first_steps = check_change_steps("schedules", schedules)
+        first = self._components[0]
+        for step, schedule in schedules.items():
+            if schedule.data_fingerprint != first.data_fingerprint:
                 raise ValueError(
-                    f"`schedules[{step}]` is a {type(phase).__name__}. Pass a "
-                    "`BatchSchedule` or another schedule without names. The weights of "
-                    f"a mixture change by `weights={{0: ..., {step or 1000}: ...}}`."
-                )
-            if self._kind(phase) != self._kind(self._phases[0]):
-                raise ValueError(
-                    f"`schedules[{step}]` has other lengths or sequences than "
-                    "`schedules[0]`, or only one of them has packed rows. Pass "
+                    f"`schedules[{step}]` has other lengths than `schedules[0]`. Pass "
                     "schedules of the same source. To add examples at a later step, "
                     "leave them out before with `subset`."
                 )
-
-    @staticmethod
-    def _kind(phase: Schedule) -> tuple[Any, ...]:
-        """Returns what all schedules must have in common."""
-        return phase.data_fingerprint, phase.sequences, phase.max_segments is None
+        self.lengths, self.parts = first.lengths, first.parts
+        # The epoch with which each schedule starts.
+        self._epochs = [0]
+        for (start, end), schedule in zip(
+            itertools.pairwise(self._first_steps), self._components, strict=False
+        ):
+            self._epochs.append(
+                self._epochs[-1] + schedule.epoch_at(end - start - 1) + 1
+            )
 
     def __repr__(self) -> str:
         return f"JoinedSchedule({self.schedules})"
@@ -121,38 +90,21 @@ class JoinedSchedule(Schedule):
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in the first epoch; others may have more or fewer."""
-        return self._start_of(1)
+        return self.epoch_start(1)
 
-    def _epoch_of(self, step: int) -> int:
-        index = self._phase_at(step)
-        phase = self._phases[index]
-        return self._epochs[index] + phase.epoch_at(step - self._steps[index])
+    def epoch_at(self, step: int) -> int:
+        ((index, number),) = self._parts_of(check_step(step))
+        return self._epochs[index] + self._components[index].epoch_at(number)
 
-    def _start_of(self, epoch: int) -> int:
+    def epoch_start(self, epoch: int) -> int:
+        check_epoch(epoch)
         index = bisect.bisect_right(self._epochs, epoch) - 1
-        phase, start = self._phases[index], self._steps[index]
-        return start + phase.epoch_start(epoch - self._epochs[index])
+        start = self._components[index].epoch_start(epoch - self._epochs[index])
+        return self._first_steps[index] + start
 
-    def _phase_at(self, step: int) -> int:
-        """Returns the index of the schedule that provides a step."""
-        return bisect.bisect_right(self._steps, step) - 1
-
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        index = self._phase_at(step)
-        batches = self._phases[index]._micro_batches(step - self._steps[index])
-        if self.max_segments is None:
-            return batches
-        rows = (pad_segments(x.rows, self.max_segments) for x in batches)
-        return tuple(map(BatchIndices, (x.bucket for x in batches), rows))
-
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        index = self._phase_at(step)
-        start = self._steps[index]
-        # Schedules with equal seeds draw different numbers.
-        return tuple(
-            draws._replace(first_step=start + draws.first_step)
-            for draws in self._phases[index]._draws(step - start)
-        )
+    def _parts_of(self, step: int) -> Iterator[tuple[int, int]]:
+        index = bisect.bisect_right(self._first_steps, step) - 1
+        yield index, step - self._first_steps[index]
 
     def before(self, step: int) -> Schedule:
         begun = {s: x for s, x in self.schedules.items() if s < max(step, 1)}
@@ -161,6 +113,5 @@ class JoinedSchedule(Schedule):
         return JoinedSchedule(begun) if len(begun) > 1 else begun[last]
 
     def config(self) -> dict[str, Any]:
-        schedules = self.schedules.items()
-        phases = {str(s): x.config() | {"of": x.fingerprint} for s, x in schedules}
-        return {"schedules": phases}
+        configs = zip(self._first_steps, self._component_configs(), strict=True)
+        return {"schedules": {str(step): x for step, x in configs}}

@@ -1,10 +1,17 @@
-"""One metric of a curriculum: the difficulty of every example, and its pacing."""
+"""The metrics of a curriculum, and which examples they open at each batch.
+
+A metric is the difficulty of every example, with a pacing function. An example is open
+when all metrics open it. So it opens at the last of the batches at which one of them
+does, and stays open until a share falls.
+"""
 
 from __future__ import annotations
 
 import bisect
 import functools
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,12 +23,12 @@ from jaxbucket.schedule.pacing import (
     SHARE_TOLERANCE,
     ByValue,
     Pacing,
-    Unit,
     check_pacing,
     open_share,
     pacing_name,
     pacing_unit,
 )
+from jaxbucket.schedule.recent import recent
 
 
 class Metric:
@@ -39,35 +46,38 @@ class Metric:
 
     Raises:
       ValueError: if the difficulties are empty, not `[N]` or not finite, `pacing` is
-        not callable, or it is by value and opens no example, or the index has no
-        global order.
+        not callable, or it is by value and opens no example.
     """
 
     def __init__(
         self, name: str, difficulty: ArrayLike | DifficultyIndex, pacing: Pacing
     ):
         self.name = name
-        self.values = _check_difficulty(name, difficulty)
         self._index = difficulty if isinstance(difficulty, DifficultyIndex) else None
+        self.values = self._index.difficulty if self._index else np.asarray(difficulty)
+        self._check_values()
         check_pacing(pacing)
         self.pacing = pacing
-        if isinstance(pacing, ByValue) and not self._is_sorted_by_all:
-            raise ValueError(
-                f"`pacing` of `{name}` is a `ByValue`, but its index has "
-                "`sorted_by='process'`, which defines no values. Write the index with "
-                "`sorted_by='all'`, or pace by a share."
-            )
         if isinstance(pacing, ByValue) and pacing.last < (least := self.values.min()):
-            rounded = f", rounded down to {pacing.last}," if pacing.multiple else ""
             raise ValueError(
-                f"`pacing` of `{name}` opens no example at any time, because "
-                f"`high={pacing.high}`{rounded} is below the smallest difficulty, "
-                f"{least}. Raise `high`."
+                f"`pacing` of `{name}` opens no example at any time: its last value, "
+                f"{pacing.last}, is below the smallest difficulty, {least}. Raise "
+                "`high`."
             )
 
-    @property
-    def _is_sorted_by_all(self) -> bool:
-        return self._index is None or self._index.sorted_by == "all"
+    def _check_values(self) -> None:
+        name, array = self.name, self.values
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
+            raise ValueError(
+                f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number for "
+                "each example, [N]."
+            )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            bad = int(np.argmin(np.isfinite(array)))
+            raise ValueError(
+                f"`{name}[{bad}]={array[bad]}` is not finite. Pass a finite number or "
+                "leave the example out."
+            )
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -80,99 +90,148 @@ class Metric:
         """Returns the ranks of all examples, and the sorted difficulties of kept ones.
 
         The rank of an example is the number of kept examples that are at most as
-        difficult, `[N]` unsigned integers. It is 0 if the example is not kept.
+        difficult, `[N]` unsigned integers. It is N if the example is not kept.
 
         Args:
           is_kept: `[N]` bool, whether each example takes part; None if all do.
         """
-        return self._all_ranks if is_kept is None else self._ranks(is_kept)
-
-    @functools.cached_property
-    def _all_ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        # Packed rows and the pace both need them.
-        return self._ranks(None)
-
-    def _ranks(self, is_kept: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        known = self._known_order(is_kept)
-        if known is None:
+        if self._index is None:
             order = np.argsort(self.values)
-            order = order if is_kept is None else order[is_kept[order]]
-            known = order, self.values[order]
-        order, values = known
-        is_last = np.append(values[1:] != values[:-1], True)
-        ends = np.flatnonzero(is_last) + 1
+            values = self.values[order]
+        else:
+            order, values = self._index.examples, self._index.sorted_difficulty()
+        if is_kept is not None:
+            order, values = order[is_kept[order]], values[is_kept[order]]
+        ends = np.flatnonzero(np.append(values[1:] != values[:-1], True)) + 1
         dtype = np.uint32 if len(self.values) < 2**32 else np.int64
-        ranks = np.zeros(len(self.values), dtype)
+        ranks = np.full(len(self.values), len(self.values), dtype)
         ranks[order] = np.repeat(ends.astype(dtype), np.diff(ends, prepend=0))
         return ranks, values
 
-    def _known_order(
-        self, is_kept: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns the kept examples in the order of an index, and their values."""
-        if self._index is None or not self._is_sorted_by_all:
-            return None
-        examples, values = self._index.examples, self._index.sorted_difficulty()
-        if is_kept is None:
-            return examples, values
-        is_kept = is_kept[examples]
-        return examples[is_kept], values[is_kept]
+    def num_open(self, values: np.ndarray, progress: float) -> int:
+        """Returns how many examples are open after some progress, including all ties.
+
+        Args:
+          values: `[n]` sorted difficulties of the examples that take part.
+          progress: the number of completed epochs, or what the pacing function counts.
+        """
+        if isinstance(self.pacing, ByValue):
+            value = as_stored(self.pacing(progress), values.dtype)
+            return bisect.bisect_right(values, value, key=np.generic.item)
+        share = open_share(self.pacing, progress)
+        # Lowered slightly, so that k / N opens exactly k of N examples.
+        least = max(1, math.ceil(share * len(values) * (1 - SHARE_TOLERANCE)))
+        return int(np.searchsorted(values, values[least - 1], side="right"))
 
 
-class Pace:
-    """The number of examples that one metric opens at each batch.
-
-    Args:
-      pacing: a function from progress to the share or the value that is open.
-      values: `[N]` sorted difficulties of the examples that the plan keeps.
-      rows: the rows of an epoch.
+class Rise(NamedTuple):
+    """Consecutive batches of an epoch in which no example closes.
 
     Attributes:
-      values: as above.
+      num_batches: their number.
+      opens: `[N]` integers, the first of them at which each example is open. It is
+        greater for examples that open later in the epoch, and greatest for others.
+      hardest: `[N]` integers, the greatest rank of each example by any metric.
     """
 
-    def __init__(self, pacing: Pacing, values: np.ndarray, rows: EpochRows):
-        self._pacing = pacing
-        self._unit: Unit = pacing_unit(pacing)
-        self.values = values
+    num_batches: int
+    opens: np.ndarray
+    hardest: np.ndarray
+
+    def by_opening(
+        self, examples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns examples in the order in which they open, the easier ones first.
+
+        Args:
+          examples: `[n]` integers.
+
+        Returns:
+          The sorted examples; their keys, `[n]` int64, which rise in this order; and
+          the number of open ones at each batch, `[num_batches]`.
+        """
+        unit = int(self.hardest.max()) + 1
+        keys = self.opens[examples].astype(np.int64) * unit + self.hardest[examples]
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        ends = np.arange(1, self.num_batches + 1) * unit
+        # Indices of examples take 4 bytes where these are enough.
+        examples = examples[order].astype(self.hardest.dtype)
+        return examples, keys, np.searchsorted(keys, ends)
+
+
+class OpenExamples:
+    """The open examples of every epoch. The two most recent results are cached.
+
+    At least the easiest examples are open at every batch.
+
+    Args:
+      metrics: the metrics.
+      rows: the rows of an epoch.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], rows: EpochRows):
+        is_kept = rows.is_kept()
         self._rows = rows
-
-    def count(self, epoch: int, position: int) -> int:
-        """Returns the number of open examples at one batch, including all ties."""
-        progress = self._rows.progress(self._unit, epoch, position)
-        if isinstance(self._pacing, ByValue):
-            value = as_stored(self._pacing(progress), self.values.dtype)
-            return bisect.bisect_right(self.values, value, key=np.generic.item)
-        hardest = self.values[self._least(progress) - 1]
-        return int(np.searchsorted(self.values, hardest, side="right"))
-
-    def _least(self, progress: float) -> int:
-        """Returns the number of examples that a share opens, without ties."""
-        share = open_share(self._pacing, progress)
-        # Lowered slightly, so that k / N opens exactly k of N examples.
-        return max(1, math.ceil(share * len(self.values) * (1 - SHARE_TOLERANCE)))
-
-    def counts(self, epoch: int) -> np.ndarray:
-        """Returns the number of open examples at each batch, `[num_batches]` int64."""
-        positions = range(self._rows.num_batches)
-        return np.array([self.count(epoch, p) for p in positions], np.int64)
-
-
-def _check_difficulty(name: str, difficulty: ArrayLike | DifficultyIndex) -> np.ndarray:
-    if isinstance(difficulty, DifficultyIndex):
-        # Without a global order, the position in the index defines the difficulty.
-        is_global = difficulty.sorted_by == "all"
-        return difficulty.difficulty if is_global else difficulty.ranks()
-    array = np.asarray(difficulty)
-    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
-        raise ValueError(
-            f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number for each "
-            "example, [N]."
+        self._metrics = metrics
+        self._ranks, self._values = zip(
+            *(x.ranks(is_kept) for x in metrics), strict=True
         )
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
-        bad = int(np.argmin(np.isfinite(array)))
-        raise ValueError(
-            f"`{name}[{bad}]={array[bad]}` is not finite. Pass a finite number or "
-            "leave the example out."
-        )
-    return array
+        self._epochs: dict[int, tuple[np.ndarray, list[int]]] = {}
+
+    def start(self, epoch: int, position: int) -> int:
+        """Returns the first batch of the rise that a batch of an epoch belongs to."""
+        _, starts = self._counts_of(epoch)
+        return starts[bisect.bisect_right(starts, position) - 1]
+
+    def rise(self, epoch: int, start: int) -> Rise:
+        """Returns the rise that starts at a batch.
+
+        Args:
+          epoch: the epoch, counted from 0.
+          start: the position of the batch in the epoch.
+        """
+        counts, starts = self._counts_of(epoch)
+        last = next((x for x in starts if x > start), len(counts))
+        ranks = [self._rows.largest(x, epoch) for x in self._ranks]
+        # Numbers that fall later do not close what has opened.
+        counts = np.maximum.accumulate(counts[start:])
+        return Rise(last - start, *_opening(counts, ranks))
+
+    def _counts_of(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+        return recent(self._epochs, epoch, lambda: self._counts(epoch))
+
+    def _counts(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+        """Returns `[num_batches, M]` numbers of open examples, and where rises start.
+
+        A number is how many examples, including all ties, one metric opens at a batch.
+        """
+        rows, counts = self._rows, []
+        for metric, values in zip(self._metrics, self._values, strict=True):
+            unit = pacing_unit(metric.pacing)
+            steps = (rows.progress(unit, epoch, x) for x in range(rows.num_batches))
+            counts.append([metric.num_open(values, x) for x in steps])
+        counts = np.array(counts, np.int64).T
+        falls = np.any(np.diff(counts, axis=0) < 0, axis=1)
+        return counts, [0, *(np.flatnonzero(falls) + 1).tolist()]
+
+
+def _opening(
+    counts: np.ndarray, ranks: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns when each example opens, and its greatest rank, `[N]` each.
+
+    Args:
+      counts: `[n, M]` integers that do not fall, the examples that each metric opens.
+      ranks: M arrays `[N]` of integers, the ranks of each example.
+    """
+    hardest = np.maximum.reduce(ranks)
+    opens = np.zeros(len(hardest), np.uint32)
+    largest = int(hardest.max())
+    for own, column in zip(ranks, counts.T, strict=True):
+        at = np.searchsorted(column, np.arange(largest + 1)).astype(opens.dtype)
+        np.maximum(opens, at[own], out=opens)
+    if earliest := opens.min():
+        easiest = hardest[opens == earliest].min()
+        opens[(opens == earliest) & (hardest == easiest)] = 0
+    return opens, hardest

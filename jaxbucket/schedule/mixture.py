@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import itertools
-import math
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
+from jaxbucket.base.batch import BatchIndices
 from jaxbucket.base.checks import (
     check_accumulate,
-    check_choice,
-    check_integer,
+    check_float,
     check_positive,
 )
 from jaxbucket.plan.reports.epoch import Report
-from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
+from jaxbucket.schedule.combined import CombinedSchedule, check_change_steps
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
-from jaxbucket.schedule.turns import Turns
+from jaxbucket.schedule.spread import Turns
 
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 # The weights of all steps, or step -> the weights from this step on.
 Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
-Unit: TypeAlias = Literal["steps", "tokens", "examples"]
 
 
 class ComponentBatch(NamedTuple):
@@ -47,14 +44,14 @@ class ComponentBatch(NamedTuple):
     draws: BatchDraws
 
 
-class Mixture(Schedule):
+class Mixture(CombinedSchedule):
     """A schedule that takes its steps from several schedules, in proportion to weights.
 
     Every batch comes from one component. A component takes the steps of its own
     schedule one after the other, so it keeps its own order, and each of its epochs has
-    every example once. The sequence of components is fixed: after any number of steps,
-    the number of steps of a component differs from its share by at most one. Hence it
-    differs by at most two in any window of steps.
+    every example once. The components are spread evenly: after any number of steps, the
+    steps of a component differ from its share by less than two, and typically by less
+    than one.
 
     Example:
       >>> from jaxbucket import Bucket, BucketPlan
@@ -70,7 +67,7 @@ class Mixture(Schedule):
       >>> weights = {0: {"large": 1}, 3: {"large": 1, "small": 1}}
       >>> mixture = Mixture({"large": large, "small": small}, weights)
       >>> [mixture.name_at(step) for step in range(7)]
-      ['large', 'large', 'large', 'large', 'small', 'large', 'small']
+      ['large', 'large', 'large', 'small', 'large', 'small', 'large']
 
     Rows are numbered over all components: the rows of the second component start where
     the first one ends, as in `concatenate(sources)`. The examples of components with
@@ -82,15 +79,13 @@ class Mixture(Schedule):
       schedules: the components, in a list, or in a mapping from names. Each has plans
         of its own. They may be mixtures without names and joined schedules, too.
       names: the names of the components; empty if `schedules` is a list.
-      weights: a positive number for each component, in a list or by name. Weights whose
-        exact ratio would take a period of more than 2**16 turns are rounded to
-        multiples of 2**-16 of all turns. A weight that rounding would change by more
-        than 5% is refused. To change the weights during the run, pass a mapping from
-        step to weights, which starts with step 0. Then weights may be 0 at some steps,
-        and the shares above are those since the last change.
-      by: the quantity that is proportional to the weights in the long run: "steps",
-        real "tokens" or "examples". If all batches have about the same token budget,
-        "steps" and "tokens" are nearly the same.
+      weights: step -> the weights of all components from this step on, in their order.
+        Pass a number for each component, in a list or by name; or, to change them
+        during the run, a mapping from step to weights that starts with step 0. Then the
+        shares above are those since the last change. Components go on where they were.
+        A run that has begun resumes with another change at this or a later step.
+        For shares of tokens in place of steps, multiply each weight by `len(schedule) /
+        schedule.report().real_tokens`.
       accumulate: the number of micro-batches in a step. If the components already
         accumulate, their steps are taken as they are. Otherwise a step consists of
         `accumulate` consecutive batches of the mixture. With the order "spread", these
@@ -101,9 +96,8 @@ class Mixture(Schedule):
     Raises:
       ValueError: if a component is not a schedule, or has names; if the components
         differ in `accumulate` or, without names, in their sequences or in whether rows
-        are packed; if a weight is negative, not finite or too small; if steps of
-        weights do not start at 0 or are not ascending; if `by` is not "steps" and a
-        component is not a `BatchSchedule`, or draws with replacement.
+        are packed or truncated; if a weight is negative or not finite, or none is
+        positive; if steps of weights do not start at 0 or are not ascending.
     """
 
     def __init__(
@@ -111,59 +105,29 @@ class Mixture(Schedule):
         schedules: Sequence[Schedule] | Mapping[str, Schedule],
         weights: Weights,
         *,
-        by: Unit = "steps",
         accumulate: int = 1,
     ):
-        check_choice("by", by, get_args(Unit))
-        if isinstance(schedules, Mapping):
-            self.names = tuple(schedules)
-            schedules = list(schedules.values())
-        self.schedules = list(schedules)
-        self.by: Unit = by
-        self._check()
-        steps = _weights(weights, self.names, len(self.schedules))
-        self.weights = steps if len(steps) > 1 else steps[0]
-        plans = [plan for x in self.schedules for plan in x.plans]
-        self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())
-        if not self.names:
-            self.check_policies()
-        segments = [x.max_segments for x in self.schedules if x.max_segments]
-        self.max_segments = max(segments, default=None)
+        is_named = isinstance(schedules, Mapping)
+        components = dict(schedules if is_named else enumerate(schedules))
+        super().__init__(components, tuple(map(str, components)) if is_named else ())
+        self.schedules = self._components
+        self._keys = list(components)
         self.lengths = np.concatenate([x.lengths for x in self.schedules])
         self.parts = self._join_parts()
         sizes = [len(x.lengths) for x in self.schedules]
-        self._starts = [0, *itertools.accumulate(sizes)]
+        self._first_rows = [0, *itertools.accumulate(sizes)][:-1]
         self._turns_per_step = self._group(check_accumulate(accumulate))
-        shares = [
-            [self._share(index, weight) for index, weight in enumerate(values)]
-            for values in steps.values()
-        ]
-        self._turns = Turns([x * self._turns_per_step for x in steps], shares)
+        self._set_weights(self._by_step(weights))
 
-    def _check(self) -> None:
-        """Checks that the components are schedules whose rows fit together."""
-        if not self.schedules or not all(isinstance(x, str) for x in self.names):
-            raise ValueError(
-                f"`schedules` has the components {list(self.names)}. Pass at least "
-                "one, in a list or by a name that is a string."
-            )
-        for index, schedule in enumerate(self.schedules):
-            if not isinstance(schedule, Schedule) or schedule.names:
-                raise ValueError(
-                    f"`schedules[{self._key(index)!r}]` is a "
-                    f"{type(schedule).__name__}. Pass a `BatchSchedule` or another "
-                    "schedule without names."
-                )
-        kinds = {(x.sequences, x.max_segments is None) for x in self.schedules}
-        if len(kinds) > 1 and not self.names:
-            raise ValueError(
-                "`schedules` have both packed rows and rows of one example, or "
-                "different sequences. Pass a mapping from names to schedules, and one "
-                "from names to sources to the loader."
-            )
-
-    def _key(self, index: int) -> str | int:
-        return self.names[index] if self.names else index
+    def _set_weights(self, weights: dict[int, list[float]]) -> None:
+        """Sets the weights from each step on, and the sequence of components."""
+        self.weights = weights
+        # The decimal that the user wrote, 7/10 for 0.7.
+        shares = [[Fraction(repr(x)) for x in row] for row in weights.values()]
+        self._turns = Turns([x * self._turns_per_step for x in weights], shares)
+        ends = [self._turns.until(i, len(x)) for i, x in enumerate(self.schedules)]
+        last = max(x for x in ends if x is not None)
+        self._steps_per_epoch = -(-last // self._turns_per_step)
 
     def _join_parts(self) -> dict[str, np.ndarray] | None:
         """Returns the lengths of each sequence, if all components have the same."""
@@ -188,26 +152,44 @@ class Mixture(Schedule):
         self.accumulate = max(numbers[0], accumulate)
         return accumulate
 
-    def _share(self, index: int, weight: float) -> Fraction:
-        """Returns the share of a component in all turns, up to a common factor."""
-        # The decimal that the user wrote, 7/10 for 0.7, for a short period.
-        share = Fraction(repr(weight))
-        if self.by == "steps" or not share:
-            return share
-        epoch = self._cost(index)
-        per_epoch = epoch.real_tokens
-        if self.by == "examples":
-            per_epoch = epoch.packed_examples or epoch.examples
-        return share * len(self.schedules[index]) / per_epoch
+    def _by_step(self, weights: Weights) -> dict[int, list[float]]:
+        """Returns step -> the weights of all components from this step on."""
+        by_step: Any = {0: weights}
+        # Names are strings.
+        if isinstance(weights, Mapping) and any(
+            not isinstance(x, str) for x in weights
+        ):
+            by_step = weights
+        steps = check_change_steps("weights", by_step)
+        return {step: self._listed(by_step[step]) for step in steps}
+
+    def _listed(self, weights: Any) -> list[float]:
+        """Returns the weights of all components at some steps."""
+        if self.names and isinstance(weights, Mapping):
+            fits = weights.keys() <= set(self.names)
+            weights = [weights.get(name, 0) for name in self.names]
+        else:
+            is_list = isinstance(weights, Sequence | np.ndarray)
+            fits = not self.names and is_list and len(weights) == len(self._keys)
+        if not fits:
+            raise ValueError(
+                f"`weights` has {weights!r} for the components {self._keys}. Pass one "
+                "number for each: a mapping if they have names, and a list otherwise."
+            )
+        listed = [check_float("weights", weight, least=0) for weight in weights]
+        if not any(listed):
+            raise ValueError(
+                "`weights` gives no component a share. Pass a positive one."
+            )
+        return listed
 
     def _cost(self, index: int) -> Report:
         """Returns the cost of an epoch of a component."""
         schedule = self.schedules[index]
         if not isinstance(schedule, BatchSchedule):
             raise ValueError(
-                f"`schedules[{self._key(index)!r}]` is a {type(schedule).__name__}, "
-                "whose epochs differ. A report, and a `by` other than 'steps', require "
-                "a `BatchSchedule`."
+                f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
+                "whose epochs differ. A report requires a `BatchSchedule`."
             )
         return schedule.cost()
 
@@ -220,19 +202,16 @@ class Mixture(Schedule):
         """
         return self._steps_per_epoch
 
-    @functools.cached_property
-    def _steps_per_epoch(self) -> int:
-        turns = [
-            self._turns.until(index, len(schedule))
-            for index, schedule in enumerate(self.schedules)
-        ]
-        return -(-max(x for x in turns if x is not None) // self._turns_per_step)
+    def before(self, step: int) -> Schedule:
+        earlier = copy.copy(self)
+        earlier._set_weights(
+            {s: x for s, x in self.weights.items() if s < max(step, 1)}
+        )
+        return earlier
 
     def __repr__(self) -> str:
-        schedules = self.schedules
-        if self.names:
-            schedules = dict(zip(self.names, schedules, strict=True))
-        return f"Mixture({schedules}, weights={self.weights}, by={self.by!r})"
+        schedules = dict(zip(self._keys, self.schedules, strict=True))
+        return f"Mixture({schedules}, weights={self.weights})"
 
     def name_at(self, step: int) -> str | int:
         """Returns the name of the component that a step comes from, or its index.
@@ -245,7 +224,7 @@ class Mixture(Schedule):
         Raises:
           IndexError: if `step` is negative.
         """
-        return self._key(self.component_batches(step)[0].component)
+        return self._keys[next(self._parts_of(check_step(step)))[0]]
 
     def component_batches(self, step: int) -> list[ComponentBatch]:
         """Returns the micro-batches of a step, with the rows of the components.
@@ -258,9 +237,9 @@ class Mixture(Schedule):
         """
         return [
             ComponentBatch(
-                index, indices, draws._replace(first_example=self._starts[index])
+                index, indices, draws._replace(first_example=self._first_rows[index])
             )
-            for index, number in self._components(step)
+            for index, number in self._parts_of(check_step(step))
             for indices, draws in zip(
                 self.schedules[index].micro_batches(number),
                 self.schedules[index].draws(number),
@@ -292,113 +271,31 @@ class Mixture(Schedule):
         """
         num_steps = self.steps_per_epoch if num_steps is None else num_steps
         check_positive("num_steps", num_steps)
-        turns = num_steps * self._turns_per_step
-        components = (
-            ComponentReport.of(
-                str(self._key(index)),
-                self._cost(index),
-                self._turns.before(index, turns),
-                len(schedule),
-            )
-            for index, schedule in enumerate(self.schedules)
-        )
-        return MixtureReport(num_steps, tuple(components))
-
-    def _micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        return tuple(
-            BatchIndices(x.bucket, self._shift_rows(x.rows, self._starts[index]))
-            for index, component_step in self._components(step)
-            for x in self.schedules[index]._micro_batches(component_step)
+        taken = self._turns.before(num_steps * self._turns_per_step)
+        return MixtureReport(
+            num_steps, tuple(map(self._report, range(len(taken)), taken))
         )
 
-    def _draws(self, step: int) -> tuple[BatchDraws, ...]:
-        # Seeds and epochs are those of the components. Draws still differ between
-        # components, because rows are numbered over all of them.
-        return tuple(
-            x
-            for index, component_step in self._components(step)
-            for x in self.schedules[index]._draws(component_step)
+    def _report(self, index: int, steps: int) -> ComponentReport:
+        """Returns the numbers of a component over its first `steps` steps."""
+        epoch, epochs = self._cost(index), steps / len(self.schedules[index])
+        return ComponentReport(
+            str(self._keys[index]),
+            steps,
+            epochs,
+            epochs * (epoch.packed_examples or epoch.examples),
+            epochs * epoch.real_tokens,
+            epoch.padding,
         )
 
-    def _components(self, step: int) -> list[tuple[int, int]]:
-        """Returns (component, step of the component) for each turn of a step."""
+    def _parts_of(self, step: int) -> Iterator[tuple[int, int]]:
         first = step * self._turns_per_step
-        return [self._turns.at(first + i) for i in range(self._turns_per_step)]
-
-    def _shift_rows(self, rows: np.ndarray, start: int) -> np.ndarray:
-        """Returns rows numbered over all components, padded to `max_segments`."""
-        rows = np.where(rows < 0, EMPTY_ROW, rows + start)
-        if self.max_segments is None or rows.ndim == 1:
-            return rows
-        return pad_segments(rows, self.max_segments)
+        return map(self._turns.at, range(first, first + self._turns_per_step))
 
     def config(self) -> dict[str, Any]:
-        weights = self.weights
-        if isinstance(weights, dict):
-            weights = {str(step): x for step, x in weights.items()}
         return {
-            "mixture": [x.config() | {"of": x.fingerprint} for x in self.schedules],
+            "mixture": self._component_configs(),
             "names": list(self.names),
-            "weights": weights,
-            "by": self.by,
+            "weights": {str(step): x for step, x in self.weights.items()},
             "accumulate": self.accumulate,
         }
-
-
-def _weights(
-    weights: Weights, names: Sequence[str], count: int
-) -> dict[int, list[float]]:
-    """Returns step -> the weights of all components from this step on.
-
-    Example:
-      >>> _weights({0: {"a": 1}, 500: {"a": 0.5, "b": 0.5}}, ["a", "b"], 2)
-      {0: [1.0, 0.0], 500: [0.5, 0.5]}
-    """
-    by_step: Any = {0: weights}
-    # Names are strings.
-    if isinstance(weights, Mapping) and any(not isinstance(x, str) for x in weights):
-        by_step = weights
-    steps = [check_integer("weights", step) for step in by_step]
-    if steps != sorted({0, *steps}):
-        raise ValueError(
-            f"`weights` has the steps {steps}. Start with step 0, in ascending order."
-        )
-    result = {step: _listed(by_step[step], names, count) for step in steps}
-    for index, key in enumerate(names or range(count)):
-        if not any(values[index] for values in result.values()):
-            raise ValueError(
-                f"`weights` gives {key!r} no share at any step. Pass a positive one, "
-                "or leave the component out."
-            )
-    return result
-
-
-def _listed(weights: Any, names: Sequence[str], count: int) -> list[float]:
-    """Returns the weights of all components at some steps."""
-    if names:
-        if not isinstance(weights, Mapping) or not weights.keys() <= set(names):
-            raise ValueError(
-                f"`weights` has {weights!r} for components with the names "
-                f"{list(names)}. Pass a mapping from these names."
-            )
-        weights = [weights.get(name, 0) for name in names]
-    if not isinstance(weights, Sequence | np.ndarray) or len(weights) != count:
-        raise ValueError(
-            f"`weights` has {weights!r} for {count} components. Pass one number for "
-            "each."
-        )
-    for weight in weights:
-        is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-        if not is_number or not 0 <= float(weight) < math.inf:
-            raise ValueError(
-                f"`weights` has {weight!r}. Pass finite numbers that are not negative."
-            )
-    if not any(weights):
-        raise ValueError("`weights` gives no component a share. Pass a positive one.")
-    return [float(weight) for weight in weights]
-
-
-def pad_segments(rows: np.ndarray, max_segments: int) -> np.ndarray:
-    """Returns packed rows `[B, S]` as `[B, max_segments]`, followed by -1."""
-    missing = max_segments - rows.shape[1]
-    return np.pad(rows, ((0, 0), (0, missing)), constant_values=EMPTY_ROW)

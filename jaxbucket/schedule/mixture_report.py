@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
-from jaxbucket.base.table import table_text
+from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import number_table
-from jaxbucket.plan.reports.epoch import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +21,6 @@ class ComponentReport:
         examples are counted in proportion to its steps, as are its tokens.
       real_tokens: the number of tokens in these steps, without padding.
       padding: the share of padding in an epoch of the component.
-      token_share: the component's share of the real tokens of the mixture.
     """
 
     name: str
@@ -32,21 +29,10 @@ class ComponentReport:
     examples: float
     real_tokens: float
     padding: float
-    token_share: float = 0.0
-
-    @classmethod
-    def of(
-        cls, name: str, epoch: Report, steps: int, steps_per_epoch: int
-    ) -> ComponentReport:
-        """Returns the numbers of a component over its first `steps` steps."""
-        epochs = steps / steps_per_epoch
-        examples = epoch.packed_examples or epoch.examples
-        tokens = epochs * epoch.real_tokens
-        return cls(name, steps, epochs, epochs * examples, tokens, epoch.padding)
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtureReport:
+class MixtureReport(Record):
     """The components of a mixture over a number of steps.
 
     Attributes:
@@ -57,34 +43,23 @@ class MixtureReport:
     num_steps: int
     components: tuple[ComponentReport, ...]
 
-    def __post_init__(self):
+    @property
+    def token_shares(self) -> list[float]:
+        """The share of each component in the real tokens."""
         total = sum(component.real_tokens for component in self.components)
-        components = (
-            dataclasses.replace(component, token_share=component.real_tokens / total)
-            for component in self.components
-        )
-        object.__setattr__(self, "components", tuple(components))
+        return [component.real_tokens / total for component in self.components]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python values."""
-        return dataclasses.asdict(self)
-
-    def to_json(self) -> str:
-        """Returns all numbers as one JSON object."""
-        return json.dumps(self.to_dict())
-
-    def __str__(self) -> str:
-        return table_text(self)
+        return dataclasses.asdict(self) | {"token_shares": self.token_shares}
 
     def __rich__(self) -> Any:
-        """Returns the report as a `rich` table, for a terminal."""
         columns = ("", "steps", "epochs", "examples", "tokens", "share", "padding")
         rows = (
             (
                 *(x.name, f"{x.steps:,}", f"{x.epochs:.2f}", f"{x.examples:,.0f}"),
-                *(f"{x.real_tokens:,.0f}", f"{x.token_share:.1%}", f"{x.padding:.1%}"),
+                *(f"{x.real_tokens:,.0f}", f"{share:.1%}", f"{x.padding:.1%}"),
             )
-            for x in self.components
+            for x, share in zip(self.components, self.token_shares, strict=True)
         )
         caption = f"{self.num_steps:,} steps. Share: share of all tokens, not padding."
         return number_table(columns, rows, caption)

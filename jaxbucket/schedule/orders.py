@@ -14,17 +14,12 @@ import numpy as np
 
 from jaxbucket.base.checks import check_choice, with_article
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
-from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
-from jaxbucket.schedule.grouping import Within
-from jaxbucket.schedule.recent import LOCK
-from jaxbucket.schedule.spread_updates import spread_updates
+from jaxbucket.schedule.epoch_rows import EpochRows, Within, shuffled_slots
+from jaxbucket.schedule.spread import spread_updates
 
 OrderName: TypeAlias = Literal[
     "shuffled", "spread", "source", "ascending", "descending"
 ]
-
-# Rows that are processed at a time.
-_CHUNK = 1 << 20
 
 
 class EpochOrder(Protocol):
@@ -86,13 +81,8 @@ class Order(abc.ABC):
             the usual order.
         """
 
-    def check(self, num_examples: int, *, is_packed: bool) -> None:  # noqa: B027
-        """Raises a ValueError if the order does not fit the examples of a schedule.
-
-        Args:
-          num_examples: the number of examples, N.
-          is_packed: whether rows hold several examples.
-        """
+    def check(self, num_examples: int) -> None:  # noqa: B027
+        """Raises a ValueError if the order is not for this number of examples, N."""
 
     def slot_difficulty(self, is_kept: np.ndarray | None) -> np.ndarray | None:
         """Returns `[N]` difficulties if easy examples share packed rows, else None.
@@ -105,41 +95,23 @@ class Order(abc.ABC):
         return None
 
 
-class Shuffled(Order):
-    """Draws new batches in a new order in every epoch, by integer permutations.
+class Drawn(Order):
+    """Draws new batches in every epoch, without a pass over the data and a state.
 
-    This needs neither a pass over the data nor a state.
+    Args:
+      name: the name of the order.
+      epochs: the class of the order of the batches.
     """
 
-    def __str__(self) -> str:
-        return "shuffled"
-
-    def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
-        return _ShuffledEpochs(rows, seed, first)
-
-
-class Spread(Order):
-    """Draws new batches in every epoch, and spreads each bucket evenly over the steps.
-
-    With one batch in each step, any t consecutive batches of a run include the share of
-    every bucket, t * n / N for a bucket with n of the N batches of an epoch, with an
-    error of less than four, and typically less than two. (For most shares of three or
-    more buckets, no order has errors of less than one in every window.)
-
-    With several micro-batches of different buckets in a step, short ones are in the
-    same step as long ones, so that the steps of an epoch have similar mixes of lengths.
-    The steps are spread evenly by their mix.
-
-    All epochs have the same sequence of buckets, and each draws the examples of its
-    batches. If every bucket has a single full batch, epochs are therefore equal; use
-    "shuffled" instead. Like a shuffled order, this needs no state.
-    """
+    def __init__(self, name: str, epochs: type[ShuffledEpochs]):
+        self._name = name
+        self._epochs = epochs
 
     def __str__(self) -> str:
-        return "spread"
+        return self._name
 
     def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
-        return SpreadEpochs(rows, seed, first)
+        return self._epochs(rows, seed, first)
 
 
 class Fixed(Order):
@@ -165,34 +137,7 @@ class Fixed(Order):
         return _FixedEpochs(rows, by_length, self.within == "descending", first)
 
 
-NAMED: dict[str, Order] = {
-    "shuffled": Shuffled(),
-    "spread": Spread(),
-    "source": Fixed("source"),
-    "ascending": Fixed("ascending"),
-    "descending": Fixed("descending"),
-}
-
-
-def check_order(order: Any, num_examples: int, *, is_packed: bool) -> Order:
-    """Returns an order, which may be given by its name.
-
-    Raises:
-      ValueError: if the name is unknown, or the order does not fit the examples.
-    """
-    if isinstance(order, str):
-        check_choice("order", order, list(NAMED))
-        order = NAMED[order]
-    elif not isinstance(order, Order):
-        raise ValueError(
-            f"`order` is {with_article(order)}. Pass one of the names "
-            f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
-        )
-    order.check(num_examples, is_packed=is_packed)
-    return order
-
-
-class _ShuffledEpochs:
+class ShuffledEpochs:
     """Numbers the batches of an epoch by bucket, and permutes the numbers."""
 
     def __init__(self, rows: EpochRows, seed: int, first: int | None):
@@ -238,8 +183,22 @@ class _ShuffledEpochs:
         return permute(positions, int(counts.sum()), key)
 
 
-class SpreadEpochs(_ShuffledEpochs):
-    """Spreads the batches of each bucket evenly. Epochs differ in their examples."""
+class SpreadEpochs(ShuffledEpochs):
+    """Spreads the batches of each bucket evenly over the steps.
+
+    With one batch in each step, any t consecutive batches of a run include the share of
+    every bucket, t * n / N for a bucket with n of the N batches of an epoch, with an
+    error of less than four, and typically less than two. (For most shares of three or
+    more buckets, no order has errors of less than one in every window.)
+
+    With several micro-batches of different buckets in a step, short ones are in the
+    same step as long ones, so that the steps of an epoch have similar mixes of lengths.
+    The steps are spread evenly by their mix.
+
+    All epochs have the same sequence of buckets, and each draws the examples of its
+    batches. If every bucket has a single full batch, epochs are therefore equal; use
+    "shuffled" instead.
+    """
 
     def _permute(
         self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
@@ -287,11 +246,9 @@ class _FixedEpochs:
         return self._rows.bucket_of(self._order(epoch))
 
     def _order(self, epoch: int) -> np.ndarray:
-        with LOCK:
-            order = self._sorted
         if epoch or self._first is None:
-            return order
-        return np.append(self._first, order[order != self._first])
+            return self._sorted
+        return np.append(self._first, self._sorted[self._sorted != self._first])
 
     @functools.cached_property
     def _sorted(self) -> np.ndarray:
@@ -306,15 +263,36 @@ class _FixedEpochs:
         It is the maximum over all rows, because rows that were carried up from shorter
         buckets come last in a batch but may come early in the source.
         """
-        size = int(self._rows.sizes[bucket])
-        num_rows = int(self._rows.flow.rows[bucket])
-        largest = [np.empty(0, np.int64)]
-        chunk = size * max(1, _CHUNK // size)
-        for first in range(0, num_rows, chunk):
-            row = np.arange(first, min(first + chunk, num_rows))
-            values = self._rows.examples(bucket, row)
-            if self._lengths is not None:
-                values = self._lengths[values].astype(np.int64)
-            starts = np.arange(0, len(row), size)
-            largest.append(np.maximum.reduceat(values, starts))
-        return np.concatenate(largest)
+        row = np.arange(self._rows.flow.rows[bucket])
+        values = self._rows.examples(bucket, row)
+        if self._lengths is not None:
+            values = self._lengths[values].astype(np.int64)
+        starts = np.arange(0, len(row), self._rows.sizes[bucket])
+        return np.maximum.reduceat(values, starts) if len(row) else values
+
+
+NAMED: dict[str, Order] = {
+    "shuffled": Drawn("shuffled", ShuffledEpochs),
+    "spread": Drawn("spread", SpreadEpochs),
+    "source": Fixed("source"),
+    "ascending": Fixed("ascending"),
+    "descending": Fixed("descending"),
+}
+
+
+def check_order(order: Any, num_examples: int) -> Order:
+    """Returns an order, which may be given by its name.
+
+    Raises:
+      ValueError: if the name is unknown, or the order does not fit the examples.
+    """
+    if isinstance(order, str):
+        check_choice("order", order, list(NAMED))
+        order = NAMED[order]
+    elif not isinstance(order, Order):
+        raise ValueError(
+            f"`order` is {with_article(order)}. Pass one of the names "
+            f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
+        )
+    order.check(num_examples)
+    return order

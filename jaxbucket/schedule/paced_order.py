@@ -1,41 +1,40 @@
-"""Batches of a curriculum without replacement, drawn from a pool for each bucket."""
+"""The batches of a curriculum, drawn from the open examples of each bucket."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
-from jaxbucket.schedule.paced_runs import PacedRuns, Run
+from jaxbucket.schedule.metric import OpenExamples
 from jaxbucket.schedule.recent import recent
+
+# The unit in which numbers of batches become integer weights of buckets.
+_WEIGHT_UNIT = 2**32
 
 
 class PacedOrder:
     """Draws without replacement, which requires dealing each epoch from its start.
 
-    The two most recent epochs are cached, at 4 bytes per example each. With several
-    metrics, the remaining examples are sorted again at the start of each run.
+    The two most recent epochs are cached, at 4 bytes per example each. Whenever a share
+    falls, the remaining examples are sorted again.
 
     Args:
-      runs: the runs of every epoch, which decide which examples are open.
+      opened: the open examples of every epoch.
       rows: the rows of an epoch.
       seed: the seed of all random choices.
       first: a batch of the bucket with which the first epoch starts; None for any.
     """
 
     def __init__(
-        self,
-        runs: PacedRuns,
-        rows: EpochRows,
-        seed: int,
-        first: int | None,
+        self, opened: OpenExamples, rows: EpochRows, seed: int, first: int | None
     ):
-        self._runs = runs
+        self._opened = opened
         self._rows = rows
         self._seed = seed
         self._first = None if first is None else int(rows.bucket_of(first))
@@ -53,21 +52,22 @@ class PacedOrder:
         return recent(self._epochs, epoch, lambda: self._deal(epoch))
 
     def _deal(self, epoch: int) -> _DealtEpoch:
-        left = [self._examples(epoch, k) for k in range(len(self._rows.plan))]
+        sizes = self._rows.sizes.tolist()
+        left = [self._examples(epoch, bucket) for bucket in range(len(sizes))]
         buckets, batches = [], []
-        for run in self._runs.of_epoch(epoch):
-            sizes = self._rows.sizes.tolist()
-            pools = [_pool(run, *pair) for pair in zip(left, sizes, strict=True)]
-            has_fallen = np.diff(run.heights, prepend=0) < 0
-            for number, fallen in enumerate(has_fallen.tolist()):
+        while len(batches) < self._rows.num_batches:
+            rise = self._opened.rise(epoch, len(batches))
+            pools = [
+                _Pool(*rise.by_opening(examples), size)
+                for examples, size in zip(left, sizes, strict=True)
+            ]
+            for number in range(rise.num_batches):
                 for pool in pools:
-                    pool.open(number, has_fallen=fallen)
-                position = len(buckets)
-                key = fold(self._seed, epoch, len(pools), position)
-                if epoch == position == 0 and self._first is not None:
+                    pool.open(number)
+                key = fold(self._seed, epoch, len(pools), len(batches))
+                bucket = _choose(pools, key)
+                if epoch == len(batches) == 0 and self._first is not None:
                     bucket = self._first
-                else:
-                    bucket = _choose(pools, key)
                 buckets.append(bucket)
                 batches.append(pools[bucket].draw(key))
             left = [pool.left() for pool in pools]
@@ -78,21 +78,6 @@ class PacedOrder:
         """Returns the rows that a bucket has in a shuffled epoch."""
         row = np.arange(self._rows.flow.rows[bucket])
         return self._rows.examples(bucket, row, shuffled_slots(self._seed, epoch))
-
-
-def _pool(run: Run, examples: np.ndarray, size: int) -> _Pool:
-    """Returns the pool of a bucket at the start of a run.
-
-    Args:
-      run: the run.
-      examples: `[n]` integers, the examples that the bucket has left.
-      size: the number of rows of a full batch.
-    """
-    difficulty = run.difficulty[examples]
-    order = np.argsort(difficulty, kind="stable")
-    examples = examples[order].astype(_narrow(len(run.difficulty)))
-    difficulty = difficulty[order]
-    return _Pool(examples, difficulty, run.num_open(difficulty).tolist(), size)
 
 
 class _DealtEpoch(NamedTuple):
@@ -110,36 +95,31 @@ class _DealtEpoch(NamedTuple):
 
 
 class _Pool:
-    """The remaining examples of a bucket in a run, which are open or still closed.
+    """The remaining examples of a bucket, which are open or still closed.
 
     Args:
-      examples: `[n]` integers, the easiest first.
-      difficulty: `[n]` numbers, the difficulty of each example.
-      open_at: `[S]` integers, the number of examples, including those already drawn,
-        that the pace opens at each batch of the run.
+      examples: `[n]` integers, in the order in which they open.
+      keys: `[n]` integers, rising, to compare the examples of different buckets.
+      num_open: `[S]` integers, the number of examples, including those already drawn,
+        that are open at each batch.
       size: the number of rows of a full batch.
     """
 
     def __init__(
-        self,
-        examples: np.ndarray,
-        difficulty: np.ndarray,
-        open_at: list[int],
-        size: int,
+        self, examples: np.ndarray, keys: np.ndarray, num_open: np.ndarray, size: int
     ):
         self._examples = examples
-        self._difficulty = difficulty
-        self._open_at = open_at
+        self._keys = keys
+        self._open_at = num_open.tolist()
         self._size = size
         # Positions in `examples`. The positions before `_next` are open or were drawn.
-        self._closed = np.arange(len(examples), dtype=_narrow(len(examples)))
         self._next = 0
-        self._open = np.empty_like(self._closed)
+        self._open = np.empty(len(examples), examples.dtype)
         self._num_open = 0
 
     @property
     def _left(self) -> int:
-        return self._num_open + len(self._closed) - self._next
+        return self._num_open + len(self._examples) - self._next
 
     @property
     def _need(self) -> int:
@@ -155,40 +135,32 @@ class _Pool:
 
     @property
     def hardest_needed(self) -> float:
-        """The difficulty that must be open for the next batch; inf if none is left."""
+        """The key that must be open for the next batch; inf if none is left."""
         if not self._left:
             return math.inf
-        last = self._next + max(self._need - self._num_open, 1) - 1
-        # Python numbers compare exactly, even integers that have no exact float.
-        return self._difficulty[self._closed[last]].item()
+        return int(self._keys[self._next + max(self._need - self._num_open, 1) - 1])
 
-    def open(self, position: int, *, has_fallen: bool) -> None:
-        """Opens the examples that the pace allows, after closing all if it fell."""
-        if has_fallen:
-            self._closed = self._places_left()
-            self._next = self._num_open = 0
-        # With a different dtype numpy would convert the whole array.
-        limit = self._closed.dtype.type(self._open_at[position])
-        self._move(int(np.searchsorted(self._closed[self._next :], limit)))
+    def open(self, number: int) -> None:
+        """Opens the examples that are open at a batch."""
+        self._move(self._open_at[number])
 
     def left(self) -> np.ndarray:
-        """Returns the examples that were not drawn, the easiest first."""
-        return self._examples[self._places_left()]
+        """Returns the examples that were not drawn, in the order of their opening."""
+        is_open = np.sort(self._open[: self._num_open])
+        return np.concatenate([self._examples[is_open], self._examples[self._next :]])
 
-    def _places_left(self) -> np.ndarray:
-        left = (self._open[: self._num_open], self._closed[self._next :])
-        return np.sort(np.concatenate(left))
-
-    def _move(self, count: int) -> None:
-        moved = self._closed[self._next : self._next + count]
-        self._open[self._num_open : self._num_open + count] = moved
-        self._num_open += count
-        self._next += count
+    def _move(self, last: int) -> None:
+        """Opens the examples before a position."""
+        if (count := last - self._next) > 0:
+            moved = np.arange(self._next, last)
+            self._open[self._num_open : self._num_open + count] = moved
+            self._num_open += count
+            self._next = last
 
     def draw(self, key: int) -> np.ndarray:
         """Returns the examples of the next batch, and opens more if necessary."""
         need = self._need
-        self._move(max(0, need - self._num_open))
+        self._move(self._next + need - self._num_open)
         slots = permute(np.arange(need), self._num_open, key)
         drawn = self._open[slots]
         # Open examples from the end replace those that were drawn.
@@ -200,11 +172,6 @@ class _Pool:
         return self._examples[drawn]
 
 
-def _narrow(size: int) -> type[np.integer]:
-    """Returns the smallest dtype that holds indices below `size`."""
-    return np.uint32 if size < 2**32 else np.int64
-
-
 def _choose(pools: list[_Pool], key: int) -> int:
     """Returns a random bucket, weighted by the batches that its open examples can fill.
 
@@ -212,13 +179,70 @@ def _choose(pools: list[_Pool], key: int) -> int:
     """
     weights = [pool.batches_open for pool in pools]
     if any(weights):
-        return draw_index(weights, key)
+        return _draw_index(weights, key)
     needed = [pool.hardest_needed for pool in pools]
     return needed.index(min(needed))
 
 
-def draw_index(weights: list[int], key: int) -> int:
+def _draw_index(weights: list[int], key: int) -> int:
     """Returns a random index, with probabilities in proportion to weights."""
     ends = list(itertools.accumulate(weights))
     # The 64-bit hash is scaled to [0, total).
     return bisect.bisect_right(ends, (fold(key) * ends[-1]) >> 64)
+
+
+class OpenDraws:
+    """Draws with replacement: every step draws from all open examples.
+
+    The examples are sorted once for each epoch, and whenever a share falls. The two
+    most recent results are cached, at 4 bytes per example each.
+
+    Args:
+      opened: the open examples of every epoch.
+      rows: the rows of an epoch, which define the number of batches in an epoch.
+      seed: the seed of all random choices.
+    """
+
+    def __init__(self, opened: OpenExamples, rows: EpochRows, seed: int):
+        self._opened = opened
+        self._rows = rows
+        self._seed = seed
+        self._sorted: dict[tuple[int, int], Any] = {}
+
+    def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
+        counts, examples = self.open_examples(epoch, position)
+        bucket, key = self._bucket(epoch, position, counts)
+        size, num_open = int(self._rows.sizes[bucket]), counts[bucket]
+        drawn = permute(np.arange(min(size, num_open)), num_open, key)
+        # If fewer examples than rows are open, they are repeated evenly.
+        return bucket, examples[bucket][np.resize(drawn, size)].astype(np.int64)
+
+    def buckets(self, epoch: int) -> np.ndarray:
+        positions = range(self._rows.num_batches)
+        counts = (self.open_examples(epoch, x)[0] for x in positions)
+        return np.array([self._bucket(epoch, *x)[0] for x in enumerate(counts)])
+
+    def _bucket(self, epoch: int, position: int, counts: list[int]) -> tuple[int, int]:
+        """Returns a bucket, drawn by the batches of its open examples, and a key."""
+        sizes = self._rows.sizes.tolist()
+        pairs = zip(counts, sizes, strict=True)
+        weights = [count * _WEIGHT_UNIT // size for count, size in pairs]
+        key = fold(self._seed, epoch, len(sizes), position)
+        return _draw_index(weights, key), key
+
+    def open_examples(
+        self, epoch: int, position: int
+    ) -> tuple[list[int], list[np.ndarray]]:
+        """Returns the number of open examples in each bucket, and its examples.
+
+        The open examples of a bucket come first. At least one is open.
+        """
+        start = self._opened.start(epoch, position)
+
+        def sort() -> tuple[list[np.ndarray], list[np.ndarray]]:
+            rise, own = self._opened.rise(epoch, start), self._rows.bucket_examples
+            buckets = [rise.by_opening(own(x)) for x in range(len(self._rows.plan))]
+            return [x for x, _, _ in buckets], [counts for _, _, counts in buckets]
+
+        examples, counts = recent(self._sorted, (epoch, start), sort)
+        return [int(num_open[position - start]) for num_open in counts], examples

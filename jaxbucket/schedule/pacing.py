@@ -17,9 +17,14 @@ import math
 import numbers
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
-from jaxbucket.base.checks import check_number, check_share
+from jaxbucket.base.checks import (
+    check_choice,
+    check_float,
+    check_function,
+    check_share,
+)
 
 Pacing: TypeAlias = Callable[[float], float]
 Unit: TypeAlias = Literal["epochs", "steps", "tokens"]
@@ -28,75 +33,42 @@ UNITS: tuple[Unit, ...] = get_args(Unit)
 SHARE_TOLERANCE = 1e-12
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Timed:
-    """A pacing function that runs over a number of epochs, steps or tokens.
-
-    Subclasses have a field `epochs`, too.
-    """
-
-    steps: Any = dataclasses.field(default=None, kw_only=True)
-    tokens: Any = dataclasses.field(default=None, kw_only=True)
-
-    def __repr__(self) -> str:
-        fields = dataclasses.asdict(self).items()
-        values = ", ".join(f"{name}={x!r}" for name, x in fields if x is not None)
-        return f"{type(self).__name__}({values})"
-
-    @property
-    def unit(self) -> Unit:
-        """The unit of progress: "epochs", "steps" or "tokens"."""
-        return next(unit for unit in UNITS if getattr(self, unit) is not None)
-
-    @property
-    def duration(self) -> Any:
-        """The value of the field that is named like the unit."""
-        return getattr(self, self.unit)
-
-    def _check_unit(self) -> None:
-        given = [unit for unit in UNITS if getattr(self, unit) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"`epochs={getattr(self, 'epochs', None)!r}`, `steps={self.steps!r}` "
-                f"and `tokens={self.tokens!r}`: pass one of them."
-            )
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class LinearPacing(_Timed):
+@dataclasses.dataclass(frozen=True)
+class LinearPacing:
     """A share that grows linearly from `start` to 1.
 
     Example:
-      >>> pacing = LinearPacing(start=0.5, epochs=2)
+      >>> pacing = LinearPacing(start=0.5, duration=2)
       >>> pacing(0), pacing(1), pacing(2), pacing(3)
       (0.5, 0.75, 1.0, 1.0)
-      >>> LinearPacing(start=0.5, steps=10_000)(5_000)
+      >>> LinearPacing(start=0.5, duration=10_000, unit="steps")(5_000)
       0.75
 
     Attributes:
       start: the initial share.
-      epochs: the number of epochs after which all examples are open; 1 by default.
-      steps: the number of steps instead of epochs.
-      tokens: the number of real tokens instead of epochs.
+      duration: the number of epochs after which all examples are open.
+      unit: "steps" or "tokens" if `duration` is a number of steps or of real tokens.
 
     Raises:
-      ValueError: if `start` is not from 0 to 1, the duration is not positive, or it is
-        given in several units.
+      ValueError: if `start` is not from 0 to 1, `duration` is not positive and finite,
+        or `unit` is unknown.
     """
 
     start: float = 0.1
-    epochs: float | None = None
+    duration: float = 1.0
+    unit: Unit = dataclasses.field(default="epochs", kw_only=True)
 
     def __post_init__(self):
         check_share("start", self.start)
-        _check_duration(self)
+        check_float("duration", self.duration)
+        check_choice("unit", self.unit, UNITS)
 
     def __call__(self, progress: float) -> float:
         return self.start + (1 - self.start) * min(1.0, progress / self.duration)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class RootPacing(_Timed):
+@dataclasses.dataclass(frozen=True)
+class RootPacing(LinearPacing):
     """A share that grows quickly at first and then more and more slowly.
 
     It is the competence function of Platanios et al., "Competence-based Curriculum
@@ -104,30 +76,23 @@ class RootPacing(_Timed):
     `(t * (1 - start**p) + start**p) ** (1 / p)`, where t runs from 0 to 1.
 
     Example:
-      >>> pacing = RootPacing(start=0.6, epochs=1)
+      >>> pacing = RootPacing(start=0.6, duration=1)
       >>> round(pacing(0), 3), round(pacing(0.4375), 3), pacing(1)
       (0.6, 0.8, 1.0)
 
     Attributes:
-      start: the initial share.
-      epochs: the number of epochs after which all examples are open; 1 by default.
+      start, duration, unit: as in `LinearPacing`.
       degree: the exponent p; 2 for the square root.
-      steps: the number of steps instead of epochs.
-      tokens: the number of real tokens instead of epochs.
 
     Raises:
-      ValueError: if `start` is not from 0 to 1, the duration or `degree` is not
-        positive, or the duration is given in several units.
+      ValueError: if `degree` is not positive, or as in `LinearPacing`.
     """
 
-    start: float = 0.1
-    epochs: float | None = None
     degree: float = 2.0
 
     def __post_init__(self):
-        check_share("start", self.start)
-        _check_duration(self)
-        check_number("degree", self.degree)
+        super().__post_init__()
+        check_float("degree", self.degree)
 
     def __call__(self, progress: float) -> float:
         least = self.start**self.degree
@@ -135,49 +100,49 @@ class RootPacing(_Timed):
         return min(1.0, share ** (1 / self.degree))
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class StepPacing(_Timed):
+@dataclasses.dataclass(frozen=True)
+class StepPacing:
     """A share that is constant between given epochs, steps or numbers of tokens.
 
     See Hacohen and Weinshall, "On the Power of Curriculum Learning in Training Deep
     Networks", ICML 2019.
 
     Example:
-      >>> pacing = StepPacing(shares=(0.25, 0.5, 1.0), epochs=(1, 2))
+      >>> pacing = StepPacing(shares=(0.25, 0.5, 1.0), boundaries=(1, 2))
       >>> pacing(0.9), pacing(1), pacing(2)
       (0.25, 0.5, 1.0)
 
     Attributes:
-      shares: the shares, each from 0 to 1; one entry more than `epochs`.
-      epochs: the number of completed epochs at which the next share applies, positive
-        and ascending.
-      steps: the number of completed steps instead of epochs.
-      tokens: the number of real tokens instead of epochs.
+      shares: the shares, each from 0 to 1; one entry more than `boundaries`.
+      boundaries: the number of completed epochs at which the next share applies,
+        positive and ascending.
+      unit: "steps" or "tokens" if `boundaries` are numbers of steps or of real tokens.
 
     Raises:
       ValueError: if a share is not from 0 to 1, the numbers of entries do not match,
-        or the times are missing, given in several units, or not positive and ascending.
+        `boundaries` are not positive and ascending, or `unit` is unknown.
     """
 
     shares: tuple[float, ...]
-    epochs: tuple[float, ...] | None = None
+    boundaries: tuple[float, ...]
+    unit: Unit = dataclasses.field(default="epochs", kw_only=True)
 
     def __post_init__(self):
         object.__setattr__(self, "shares", tuple(self.shares))
+        object.__setattr__(self, "boundaries", tuple(self.boundaries))
         for share in self.shares:
             check_share("shares", share)
-        self._check_unit()
-        times = tuple(self.duration)
-        object.__setattr__(self, self.unit, times)
-        ascending = all(a < b for a, b in itertools.pairwise((0, *times, math.inf)))
-        if not ascending or len(self.shares) != len(times) + 1:
+        ends = itertools.pairwise((0, *self.boundaries, math.inf))
+        ascending = all(a < b for a, b in ends)
+        if not ascending or len(self.shares) != len(self.boundaries) + 1:
             raise ValueError(
-                f"`shares={self.shares}` with `{self.unit}={times}`: pass one share "
-                "more than times, which are positive, finite and ascending."
+                f"`boundaries={self.boundaries}` with `shares={self.shares}`: pass "
+                "positive, finite and ascending numbers, one fewer than shares."
             )
+        check_choice("unit", self.unit, UNITS)
 
     def __call__(self, progress: float) -> float:
-        return self.shares[bisect.bisect_right(self.duration, progress)]
+        return self.shares[bisect.bisect_right(self.boundaries, progress)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +155,8 @@ class ByValue:
     never. If difficulties are float32, the value is rounded to float32, too.
 
     Example:
-      >>> value = ByValue(LinearPacing(start=0, steps=100), 8, 128, multiple=8)
+      >>> pacing = LinearPacing(start=0, duration=100, unit="steps")
+      >>> value = ByValue(pacing, 8, 128, multiple=8)
       >>> [int(value(step)) for step in (0, 50, 99, 100)]
       [8, 64, 120, 128]
 
@@ -211,14 +177,16 @@ class ByValue:
     multiple: float | None = None
 
     def __post_init__(self):
-        check_share_pacing(self.pacing)
-        if not -math.inf < self.low <= self.high < math.inf:
+        check_pacing(self.pacing)
+        if isinstance(self.pacing, ByValue):
             raise ValueError(
-                f"`low={self.low!r}` and `high={self.high!r}` must be finite, and "
-                "`low` must not exceed `high`."
+                "`pacing` is a `ByValue`, whose results are no shares. Pass the "
+                "pacing function of a share."
             )
+        check_float("low", self.low, least=-math.inf)
+        check_float("high", self.high, least=self.low)
         if self.multiple is not None:
-            check_number("multiple", self.multiple)
+            check_float("multiple", self.multiple)
 
     @property
     def unit(self) -> Unit:
@@ -240,34 +208,16 @@ class ByValue:
     def _rounded(self, value: float) -> float:
         if self.multiple is None:
             return value
-        # As decimals, because 1.0 // 0.1 is 9.
-        multiple = _decimal(self.multiple)
-        whole = _decimal(value) // multiple * multiple
+        # As the decimals that are printed, because 1.0 // 0.1 is 9.
+        multiple = Fraction(str(self.multiple))
+        whole = Fraction(str(value)) // multiple * multiple
         return whole.numerator if whole.denominator == 1 else float(whole)
 
 
 def check_pacing(pacing: Pacing) -> None:
     """Raises a ValueError if `pacing` is not callable or has an unknown unit."""
-    if not callable(pacing):
-        raise ValueError(
-            f"`pacing={pacing!r}` is not a function. Pass a function from epochs to "
-            "a share, such as `jb.schedule.LinearPacing(start=0.5)`."
-        )
-    if pacing_unit(pacing) not in UNITS:
-        raise ValueError(
-            f"`pacing.unit={pacing_unit(pacing)!r}` is unknown. Set it to 'epochs', "
-            "'steps' or 'tokens'."
-        )
-
-
-def check_share_pacing(pacing: Pacing) -> None:
-    """Raises a ValueError if `pacing` is not a function to a share."""
-    check_pacing(pacing)
-    if isinstance(pacing, ByValue):
-        raise ValueError(
-            "`pacing` is a `ByValue`, whose results are no shares. Put `ByValue` "
-            "around the other pacing function."
-        )
+    check_function("pacing", pacing, "epochs, such as `jb.schedule.LinearPacing()`")
+    check_choice("pacing.unit", pacing_unit(pacing), UNITS)
 
 
 def pacing_name(pacing: Pacing) -> str:
@@ -300,16 +250,3 @@ def open_share(pacing: Pacing, progress: float) -> float:
             "a number from 0 to 1."
         )
     return float(share)
-
-
-def _check_duration(pacing: Any) -> None:
-    """Sets the default of one epoch, and checks that the duration is positive."""
-    if all(getattr(pacing, unit) is None for unit in UNITS):
-        object.__setattr__(pacing, "epochs", 1.0)
-    pacing._check_unit()
-    check_number(pacing.unit, pacing.duration)
-
-
-def _decimal(value: float) -> Fraction:
-    """Returns the decimal that a number is printed as."""
-    return Fraction(str(value))

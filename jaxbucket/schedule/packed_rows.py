@@ -12,7 +12,6 @@ otherwise hold the same examples in every epoch.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,11 +23,9 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.lengths import lengths_matrix, total_lengths
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.reports.epoch import Report, changed_examples
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.recent import recent
 
-_PLAN_ROWS = "Plan for `packing.row_lengths` with `boundaries=packing.seq_lens`."
 # Keeps these keys distinct from the keys of rows and batches.
 _SLOT_KEY = 0x510
 _ROW_KEY, _EXAMPLE_KEY = 0x511, 0x512
@@ -228,29 +225,6 @@ def _groups(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(starts, sizes), np.repeat(sizes, sizes)
 
 
-def packed_report(
-    epoch: Report,
-    packing: Packing,
-    plan: BucketPlan,
-    lengths: np.ndarray,
-    rows: np.ndarray | None,
-) -> Report:
-    """Returns the report of an epoch of rows with the numbers of their examples.
-
-    Args:
-      epoch: the report, whose examples are rows.
-      packing: the packing of the examples.
-      plan: the shapes, and the policy for overlong examples.
-      lengths: `[N]` or `[N, Q]` integers, one per example.
-      rows: the rows of every epoch; None if an epoch may have any of them.
-    """
-    packed = round(epoch.examples / packing.num_rows * packing.num_examples)
-    if rows is not None:
-        packed = int(packing.row_segments[rows].sum())
-    changes = changed_examples(plan, lengths)
-    return dataclasses.replace(epoch, packed_examples=packed, **changes)
-
-
 def _kinds(
     examples: np.ndarray, slot_parts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -279,20 +253,16 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
             f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
             "with `jb.packing.pack(lengths, max_seq_len)`."
         )
-    if packing.sequences != plan.sequences:
-        raise ValueError(
-            f"`packing` has the sequences {list(packing.sequences)}, but `plan` has "
-            f"{list(plan.sequences)}. {_PLAN_ROWS}"
-        )
     lengths = packing.row_lengths
     if isinstance(lengths, Mapping):
-        lengths = lengths_matrix(lengths, plan.sequences)
+        lengths = lengths_matrix(lengths, packing.sequences)
     columns = lengths.reshape(packing.num_rows, -1)
-    is_unheld = cheapest(columns, plan.seq_lens, plan.costs / plan.batch_sizes) < 0
-    if is_unheld.any():
-        row = " + ".join(map(str, columns[np.argmax(columns.sum(axis=1) * is_unheld)]))
+    if packing.sequences != plan.sequences or np.any(
+        cheapest(columns, plan.seq_lens, plan.costs / plan.batch_sizes) < 0
+    ):
         raise ValueError(
-            f"`packing` has rows of {row} tokens, which do not fit the longest "
-            f"bucket, `seq_len={plan.buckets[-1].seq_len}`. {_PLAN_ROWS}"
+            f"`packing` has rows of up to {columns.max(axis=0).tolist()} tokens, which "
+            f"`plan` with {plan.buckets[-1]} as its longest bucket does not hold. Plan "
+            "for `packing.row_lengths` with `boundaries=packing.seq_lens`."
         )
     return plan.of_rows.check(lengths)

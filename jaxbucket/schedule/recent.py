@@ -11,14 +11,14 @@ Value = TypeVar("Value")
 
 # All schedules share this lock, because one with its own lock could not be sent to
 # worker processes. It is reentrant, because a pacing function may use another schedule.
-LOCK = threading.RLock()
+_LOCK = threading.RLock()
 # Loaders that read ahead may already be in the next epoch.
 _NUM_CACHED = 2
 
 
 def recent(cache: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
     """Returns `cache[key]`, or makes it and keeps the two that were made last."""
-    with LOCK:
+    with _LOCK:
         if key not in cache:
             cache[key] = make()
             for old in list(cache)[:-_NUM_CACHED]:

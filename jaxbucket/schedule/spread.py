@@ -1,9 +1,19 @@
-"""A sequence in which every item keeps to its share of the positions."""
+"""Sequences in which every item keeps to its share of the positions.
+
+`spread_evenly` is the sequence: of the buckets of an epoch, for `SpreadUpdates`, and of
+the components of a mixture, for `Turns`.
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import heapq
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import TypeAlias
 
 import numpy as np
@@ -72,6 +82,30 @@ def spread_evenly(
     return items, numbers
 
 
+def occurrences(position: int, counts: tuple[int, ...]) -> list[int]:
+    """Returns how often each item occurs before a position of the same sequence.
+
+    Example:
+      >>> occurrences(4, (3, 0, 5, 1))
+      [2, 0, 2, 0]
+
+    Args:
+      position: an integer from 0, which may be beyond N: the sequence is repeated.
+      counts: as above, with any sum.
+    """
+    result = [0] * len(counts)
+    pending = [(_huffman(counts), position)]
+    while pending:
+        (total, group), number = pending.pop()
+        if isinstance(group, int):
+            result[group] = number
+            continue
+        first, second = group
+        before = (2 * number * first[0] + total) // (2 * total)
+        pending += [(first, before), (second, number - before)]
+    return result
+
+
 @functools.lru_cache(maxsize=64)
 def _huffman(counts: tuple[int, ...]) -> _Node:
     """Returns a binary tree of the items, in which frequent items have short paths.
@@ -92,3 +126,180 @@ def _huffman(counts: tuple[int, ...]) -> _Node:
         heapq.heappush(nodes, (low + high, age, group))
         age += 1
     return (nodes[0][0], nodes[0][2]) if nodes else (0, 0)
+
+
+class Turns:
+    """Turns in proportion to shares, which may change. Members go on where they were.
+
+    In a `Mixture`, the members are its components, and a turn is one of their steps.
+
+    The turns of each member are evenly spread, as `spread_evenly` does it: after any
+    number of turns since a change, a member has had its share with an error of less
+    than two turns, and typically less than one.
+
+    Example:
+      >>> half, quarter = Fraction(1, 2), Fraction(1, 4)
+      >>> turns = Turns([0, 4], [[half, half], [1 - quarter, quarter]])
+      >>> [turns.at(turn) for turn in range(8)]
+      [(1, 0), (0, 0), (1, 1), (0, 1), (0, 2), (0, 3), (1, 2), (0, 4)]
+
+    Args:
+      starts: the turns from which the shares hold, ascending from 0.
+      shares: for each of them, `[n]` numbers, of which some may be 0.
+    """
+
+    def __init__(self, starts: Sequence[int], shares: Sequence[Sequence[Fraction]]):
+        self._starts = list(starts)
+        self._counts = list(map(_whole, shares))
+        # The number of turns of each member before each start.
+        self._before = [[0] * len(shares[0])]
+        for (start, end), counts in zip(
+            itertools.pairwise(starts), self._counts, strict=False
+        ):
+            turns = occurrences(end - start, counts)
+            self._before.append(list(map(operator.add, self._before[-1], turns)))
+
+    def before(self, turn: int) -> list[int]:
+        """Returns the number of turns of each member before a turn."""
+        index = bisect.bisect_right(self._starts, turn) - 1
+        since = occurrences(turn - self._starts[index], self._counts[index])
+        return list(map(operator.add, self._before[index], since))
+
+    def at(self, turn: int) -> tuple[int, int]:
+        """Returns the member of a turn, and the number of its earlier turns."""
+        before, after = self.before(turn), self.before(turn + 1)
+        member = list(map(operator.ne, before, after)).index(True)
+        return member, before[member]
+
+    def until(self, member: int, count: int) -> int | None:
+        """Returns the number of turns after which a member has had `count` >= 1.
+
+        It is None if the member never has as many.
+        """
+        enough = self._starts[-1] + 1
+        if not self._counts[-1][member] and self.before(enough)[member] < count:
+            return None
+        while self.before(enough)[member] < count:
+            enough *= 2
+        turns = range(enough)
+        return bisect.bisect_left(turns, count, key=lambda x: self.before(x)[member])
+
+
+def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
+    """Returns `[n]` integers in proportion to the shares."""
+    common = math.lcm(*(share.denominator for share in shares))
+    return tuple(int(share * common) for share in shares)
+
+
+class SpreadUpdates:
+    """Divides the batches of an epoch between updates with the same mix of buckets.
+
+    All batches, sorted by bucket, are cut into as many parts as an update has batches.
+    An update takes one batch of each part: the first update the shortest one of the
+    first part, the longest one of the second part, the shortest one of the third, and
+    so on, and each later update those next to them (stratified and antithetic sampling,
+    Hammersley and Handscomb, 1964, chapter 5). Updates of the same buckets are then
+    spread evenly by `spread_evenly`. So any position is found without the ones before
+    it.
+
+    With one batch in each update, this is `spread_evenly`.
+
+    Example: the short batches (0) are in updates with long ones (2).
+      >>> updates = SpreadUpdates(np.array([2, 4, 2]), size=2)
+      >>> items, numbers = updates.at(np.arange(8))
+      >>> items.reshape(-1, 2).tolist()
+      [[1, 1], [0, 2], [1, 1], [0, 2]]
+      >>> numbers.reshape(-1, 2).tolist()
+      [[0, 3], [0, 1], [1, 2], [1, 0]]
+
+    Args:
+      counts: `[K]` integers, the number of batches of each bucket, the shortest first.
+      size: the number of batches in an update.
+      head: the number of batches before the first whole update.
+
+    Attributes:
+      num_updates: the number of whole updates.
+    """
+
+    def __init__(self, counts: np.ndarray, size: int, head: int = 0):
+        total = int(counts.sum())
+        self._size, self._head = size, min(head, total)
+        tail = (total - self._head) % size
+        first = _quantiles(counts, self._head)
+        counts = counts - np.bincount(first, minlength=len(counts))
+        last = _quantiles(counts, tail)
+        counts = counts - np.bincount(last, minlength=len(counts))
+        # The batches that are not in a whole update, and their numbers.
+        self._others = np.concatenate([first, last])
+        in_first = np.bincount(first, minlength=len(counts))
+        earlier = np.concatenate([_earlier(first), _earlier(last) + in_first[last]])
+        self._other_numbers = counts[self._others] + earlier
+        self._ends = np.cumsum(counts)
+        self.num_updates = int(counts.sum()) // size
+        self._counts, self._firsts = self._kinds()
+
+    def _kinds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the number of updates of each combination, and the first of them."""
+        places = self._ends - self.num_updates * np.arange(self._size)[:, None]
+        places[1::2] = self.num_updates - places[1::2]
+        inner = places[(places > 0) & (places < self.num_updates)]
+        borders = np.unique([0, *inner.tolist(), self.num_updates])
+        return np.diff(borders), borders[:-1]
+
+    def at(
+        self, positions: np.ndarray, start: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the buckets at given positions.
+
+        Args:
+          positions: `[n]` integers, below the sum of `counts`.
+          start: the update that comes first.
+
+        Returns:
+          `[n]` int64, the bucket at each position, and `[n]` int64, the number of its
+          batch: different numbers from 0 to `counts[k] - 1` for bucket k.
+
+        Raises:
+          ValueError: if there are 2**31 updates or more.
+        """
+        whole = self.num_updates * self._size
+        places = positions - self._head
+        is_whole = (places >= 0) & (places < whole)
+        items, numbers = np.empty((2, len(positions)), np.int64)
+        updates, parts = np.divmod(places[is_whole], self._size)
+        updates = (updates + start) % max(1, self.num_updates)
+        items[is_whole], numbers[is_whole] = self._batches(updates, parts)
+        other = positions[~is_whole]
+        other = np.where(other < self._head, other, other - whole)
+        items[~is_whole] = self._others[other]
+        numbers[~is_whole] = self._other_numbers[other]
+        return items, numbers
+
+    def _batches(
+        self, updates: np.ndarray, parts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the buckets and numbers of the batches of whole updates."""
+        kinds, numbers = spread_evenly(updates, self._counts)
+        steps = self._firsts[kinds] + numbers
+        steps = np.where(parts % 2, self.num_updates - 1 - steps, steps)
+        batches = self.num_updates * parts + steps
+        buckets = np.searchsorted(self._ends, batches, side="right")
+        return buckets, batches - np.append(0, self._ends)[buckets]
+
+
+@functools.lru_cache(maxsize=64)
+def spread_updates(counts: tuple[int, ...], size: int, head: int) -> SpreadUpdates:
+    """Returns `SpreadUpdates`, which takes longer to create than to use once."""
+    return SpreadUpdates(np.array(counts, np.int64), size, head)
+
+
+def _earlier(buckets: np.ndarray) -> np.ndarray:
+    """Returns how often each of several sorted buckets has occurred before."""
+    return np.arange(len(buckets)) - np.searchsorted(buckets, buckets)
+
+
+def _quantiles(counts: np.ndarray, number: int) -> np.ndarray:
+    """Returns the buckets of `[number]` batches at equal distances in sorted order."""
+    ends = np.cumsum(counts)
+    places = (2 * np.arange(number) + 1) * ends[-1] // max(1, 2 * number)
+    return np.searchsorted(ends, places, side="right")

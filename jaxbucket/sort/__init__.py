@@ -11,6 +11,5 @@ with _lazy_names(globals()):
     from jaxbucket.sort.index_files import (
         write_difficulty_index as write_difficulty_index,
     )
-    from jaxbucket.sort.sorting import SortedKeys as SortedKeys
     from jaxbucket.sort.sorting import SortedShare as SortedShare
     from jaxbucket.sort.sorting import sample_sort as sample_sort

@@ -46,27 +46,20 @@ class Devices:
         self.devices = list(devices)
         self._sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
 
-    @property
-    def platform(self) -> str:
-        """The platform of the devices: "cpu", "gpu" or "tpu"."""
-        return self.devices[0].platform
-
-    def put(self, parts: Sequence[np.ndarray], sharding: NamedSharding | None = None):
+    def _put(self, parts: Sequence[np.ndarray]) -> jax.Array:
         """Returns the global array `[D * n, ...]` made of local parts `[n, ...]`."""
         arrays = [
             jax.device_put(part, self.devices[i])
             for i, part in zip(self.local, parts, strict=True)
         ]
         shape = (self.count * len(parts[0]), *parts[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(
-            shape, sharding or self._sharding, arrays
-        )
+        return jax.make_array_from_single_device_arrays(shape, self._sharding, arrays)
 
     def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns `[D, ...]`, the arrays of all devices, which have the same shape."""
         words = [_as_words(part)[None] for part in parts]
-        with self.as_current_mesh():
-            gathered = _gather(self.mesh)(self.put(words))
+        with self._as_current_mesh():
+            gathered = _gather(self.mesh)(self._put(words))
         local = np.asarray(gathered.addressable_data(0))
         return local.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
 
@@ -78,17 +71,14 @@ class Devices:
           device i.
         """
         words = [part.view(np.uint32) for part in parts]
-        with self.as_current_mesh():
-            received = self.local_parts(_exchange(self.mesh)(self.put(words)))
-        return [part.view(parts[0].dtype) for part in received]
-
-    def local_parts(self, array: jax.Array) -> list[np.ndarray]:
-        """Returns the local devices' parts of an array sharded over all devices."""
-        parts = {shard.device: shard.data for shard in array.addressable_shards}
-        return [np.asarray(parts[self.devices[i]]) for i in self.local]
+        with self._as_current_mesh():
+            received = _exchange(self.mesh)(self._put(words))
+        by_device = {x.device: x.data for x in received.addressable_shards}
+        arrays = [np.asarray(by_device[self.devices[i]]) for i in self.local]
+        return [array.view(parts[0].dtype) for array in arrays]
 
     @contextlib.contextmanager
-    def as_current_mesh(self) -> Iterator[None]:
+    def _as_current_mesh(self) -> Iterator[None]:
         """Sets the mesh and enables jit, overriding the settings of the caller."""
         with jax.set_mesh(self.mesh), jax.disable_jit(False):
             yield

@@ -59,19 +59,6 @@ def exchange_runs(
     return received
 
 
-def is_skewed(counts: np.ndarray) -> bool:
-    """Returns whether two balanced exchanges are faster than one with these counts.
-
-    The pair of devices with the most keys determines the time of an exchange. With
-    reversed keys, for example, it takes as long as if every device sent its whole share
-    to every other device.
-    """
-    count = len(counts)
-    longest = _between_devices(counts).max()
-    dealt = -(-counts.sum(axis=1).max() // count)
-    return bool(longest > dealt + -(-counts.sum() // count**2))
-
-
 def chunk_capacity(counts: np.ndarray, itemsize: int) -> int:
     """Returns the number of keys per pair and round, a power of two for few shapes."""
     num_devices = len(counts)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import time
 from collections.abc import Callable
-from typing import TypeVar, get_args
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,18 +15,12 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import files
-from jaxbucket.base.checks import check_choice
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,
-    METADATA,
     DifficultyIndex,
-    IndexMetadata,
-    SortedBy,
-    difficulty_digest,
     index_dtype,
-    share_checksum,
 )
 from jaxbucket.sort.sorting import SortedShare, sample_sort
 
@@ -40,7 +35,6 @@ def write_difficulty_index(
     mesh: Mesh,
     *,
     processes: ProcessGroup | None = None,
-    sorted_by: SortedBy = "all",
     num_examples: int | None = None,
 ) -> DifficultyIndex:
     """Sorts the examples of all processes by difficulty, and writes their index.
@@ -50,13 +44,17 @@ def write_difficulty_index(
     the last step, so an unfinished index is never read, and the next call writes a new
     one. An existing index of the same difficulties is returned unchanged.
 
+    If each process is to have its own order, pass the rank of each example in its share
+    as its difficulty, `np.argsort(np.argsort(difficulty, kind="stable"))`: the easiest
+    example of every process then comes first, then the second of every process.
+
     Example:
       >>> import tempfile
       >>> from jaxbucket import data_mesh
       >>> folder = tempfile.mkdtemp() + "/index"
       >>> index = write_difficulty_index(folder, [0.3, 0.1, 0.2, 0.1], data_mesh())
-      >>> index.examples.tolist(), index.percentiles(0, 50).tolist()
-      ([1, 3, 2, 0], [1, 3])
+      >>> index.examples.tolist()
+      [1, 3, 2, 0]
 
     Args:
       folder: the folder of the index, on a file system that all processes share.
@@ -65,11 +63,6 @@ def write_difficulty_index(
         a model, or human scores.
       mesh: a mesh with devices of all processes, which are used for sorting.
       processes: the `Processes` of the run; None for a single process.
-      sorted_by: "all" for one order of all examples. With "process", each process sorts
-        its own share. The easiest example of every process comes first, then the second
-        of every process, and so on. This is not faster and depends on the number of
-        processes, and the fewer examples a process has, the less closely the order
-        follows difficulty. Use it only to compare with runs that sorted in this way.
       num_examples: the number of examples in the source, to detect wrong shares. For
         example, `measure_lengths` returns all lengths in every process, but each
         process must pass only its part.
@@ -89,24 +82,28 @@ def write_difficulty_index(
             "the `Processes` of the run."
         )
     path = pathlib.Path(folder).resolve()
-    share = _check_share(difficulty, mesh, sorted_by, group)
-    first, metadata = _gather_metadata(share, sorted_by, group)
-    if num_examples is not None and metadata.size != num_examples:
+    share = _in_all(group, "checking difficulties", lambda: _as_stored(difficulty))
+    kinds = _gather_kinds(share, mesh, group)
+    size, first = (
+        sum(x["size"] for x in kinds[:n]) for n in (group.count, group.index)
+    )
+    if not size or size != (num_examples or size):
         raise ValueError(
-            f"`difficulty` has {metadata.size} examples over all processes, but the "
-            f"source has `num_examples={num_examples}`. Pass the share of this process "
-            "only: the result of `measure_difficulty`, or its part of all lengths."
+            f"`difficulty` has {size} examples over all processes, and the source has "
+            f"`num_examples={num_examples}`. Pass the share of this process: the "
+            "result of `measure_difficulty`, or its part of all lengths."
         )
-    exists = _in_all(group, "checking the folder", lambda: _exists(path, metadata))
+    exists = _in_all(
+        group, "checking the folder", lambda: _exists(path, share, first, size)
+    )
     if len(set(group.gather("comparing the folder", str(exists)))) > 1:
         raise ValueError(
             f"`folder={str(path)!r}` exists only in some processes. Pass a folder that "
             "all processes share."
         )
     if not exists:
-        keys = share if sorted_by == "all" else _local_ranks(share)
-        parts = sample_sort(keys, mesh).local_shares()
-        _write(path, metadata, share, first, parts, group)
+        parts = sample_sort(share, mesh)
+        _write(path, share, first, size, parts, group)
     return DifficultyIndex(path)
 
 
@@ -124,31 +121,32 @@ def _in_all(group: ProcessGroup, name: str, function: Callable[[], _T]) -> _T:
     return result
 
 
-def _check_share(
-    difficulty: ArrayLike, mesh: Mesh, sorted_by: SortedBy, group: ProcessGroup
-) -> np.ndarray:
-    """Checks the arguments of all processes, and returns the share of this one."""
+def _gather_kinds(
+    share: np.ndarray, mesh: Mesh, group: ProcessGroup
+) -> list[dict[str, Any]]:
+    """Returns the size and the dtype of the share of each process.
 
-    def check() -> np.ndarray:
-        check_choice("sorted_by", sorted_by, get_args(SortedBy))
-        present = {device.process_index for device in mesh.devices.flat}
-        if missing := set(range(group.count)) - present:
-            raise ValueError(
-                f"`mesh` has no device of processes {sorted(missing)}. Build it from "
-                "`jax.devices()`, the devices of all processes."
-            )
-        return _as_stored(difficulty)
-
-    share = _in_all(group, "checking difficulties", check)
-    ids = [device.id for device in mesh.devices.flat]
-    kind = f"{share.dtype.str} {sorted_by}, devices {ids}"
-    kinds = group.gather("comparing difficulties", kind)
-    if len(set(kinds)) > 1:
+    Raises:
+      ValueError: in every process, if they or their meshes are of different kinds.
+    """
+    kind = {
+        "size": len(share),
+        "dtype": share.dtype.str,
+        "mesh": [device.id for device in mesh.devices.flat],
+        "processes": sorted({x.process_index for x in mesh.devices.flat}),
+    }
+    texts = group.gather("comparing difficulties", json.dumps(kind))
+    kinds = [json.loads(text) for text in texts]
+    every = list(range(group.count))
+    if (
+        any({**x, "size": len(share)} != kind for x in kinds)
+        or every != kind["processes"]
+    ):
         raise ValueError(
-            f"The difficulties of the processes are of different kinds: {kinds}. "
-            "Pass the same dtype, `sorted_by` and `mesh` in all processes."
+            f"`difficulty` or `mesh` is of a different kind in some process: {kinds}. "
+            "Pass the same dtype, and the same mesh of the devices of all processes."
         )
-    return share
+    return kinds
 
 
 def _as_stored(difficulty: ArrayLike) -> np.ndarray:
@@ -178,25 +176,7 @@ def _as_stored(difficulty: ArrayLike) -> np.ndarray:
     return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
 
 
-def _gather_metadata(
-    share: np.ndarray, sorted_by: SortedBy, group: ProcessGroup
-) -> tuple[int, IndexMetadata]:
-    """Returns the index of the first example of this process, and the metadata."""
-    sizes = list(map(int, group.gather("counting examples", str(len(share)))))
-    first, size = sum(sizes[: group.index]), sum(sizes)
-    if not size:
-        raise ValueError("`difficulty` is empty. Pass at least one example.")
-    sums = group.gather("summing difficulties", str(share_checksum(share, first)))
-    return first, IndexMetadata(
-        size,
-        share.dtype.str,
-        sorted_by,
-        sizes if sorted_by == "process" else [],
-        difficulty_digest(sum(map(int, sums)), size),
-    )
-
-
-def _exists(folder: pathlib.Path, metadata: IndexMetadata) -> bool:
+def _exists(folder: pathlib.Path, share: np.ndarray, first: int, size: int) -> bool:
     """Returns whether the folder holds this index; an empty folder does not.
 
     Raises:
@@ -204,46 +184,34 @@ def _exists(folder: pathlib.Path, metadata: IndexMetadata) -> bool:
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if not (folder / METADATA).exists():
+    stored = DifficultyIndex(folder).difficulty
+    own = stored[first : first + len(share)]
+    if stored.dtype != share.dtype or len(stored) != size or np.any(own != share):
         raise ValueError(
-            f"`folder={str(folder)!r}` exists but is not an index. Pass a different "
-            "folder."
-        )
-    if DifficultyIndex(folder).metadata != metadata:
-        raise ValueError(
-            f"`folder={str(folder)!r}` has an index of different difficulties or with "
-            "different options. Delete it, or pass a different folder."
+            f"`folder={str(folder)!r}` has an index of different difficulties. Delete "
+            "it, or pass a different folder."
         )
     return True
 
 
-def _local_ranks(difficulty: np.ndarray) -> np.ndarray:
-    """Returns the rank of each example among the examples of this process."""
-    ranks = np.empty(len(difficulty), np.int64)
-    ranks[np.argsort(difficulty, kind="stable")] = np.arange(len(difficulty))
-    return ranks
-
-
 def _write(
     folder: pathlib.Path,
-    metadata: IndexMetadata,
     share: np.ndarray,
     first: int,
+    size: int,
     parts: list[SortedShare],
     group: ProcessGroup,
 ) -> None:
     """Writes the part of this process; process 0 creates and renames the folder."""
-    dtype = index_dtype(metadata.size)
+    dtype = index_dtype(size)
     (name, *_) = group.gather("naming the index", files.new_draft(folder).name)
     draft = folder.with_name(name)
 
     def create() -> None:
         if group.index == 0:
             draft.mkdir(parents=True)
-            (draft / METADATA).write_text(metadata.to_json())
-            files.sync(draft / METADATA)
-            for name, kind in ((DIFFICULTY, metadata.dtype), (EXAMPLES, dtype)):
-                np.lib.format.open_memmap(draft / name, "w+", kind, (metadata.size,))
+            for name, kind in ((DIFFICULTY, share.dtype), (EXAMPLES, dtype)):
+                np.lib.format.open_memmap(draft / name, "w+", kind, (size,))
 
     def write() -> None:
         _write_part(draft / DIFFICULTY, share, first)
@@ -265,7 +233,7 @@ def _write(
                 files.delete(unfinished)
     # Waits until a shared file system shows the folder that process 0 renamed.
     deadline = time.monotonic() + _SECONDS_TO_SHOW
-    while not (folder / METADATA).exists() and time.monotonic() < deadline:
+    while not folder.exists() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 

@@ -112,6 +112,7 @@ class Composite:
     def __init__(self, columns: Sequence[Column], ranges: np.ndarray, size: int):
         self._columns = tuple(columns)
         self._minima = ranges[:, 0]
+        self._size = size
         spans = [int(high) - int(low) for low, high in ranges]
         self._fields, num_words = _packed_fields([*spans, max(size - 1, 0)])
         self.dtype = np.dtype(np.uint64 if num_words == 1 else f"S{8 * num_words}")
@@ -154,18 +155,22 @@ class Composite:
             bits = bits.astype(np.uint64, copy=False)
             word |= bits << shift if field.shift else bits
 
-    def decode_into(
-        self, composite: np.ndarray, keys: Sequence[np.ndarray], index: np.ndarray
-    ) -> None:
-        """Writes the columns and index of `[n]` composite keys into `[n]` arrays."""
-        words = composite.view(np.uint64).reshape(len(composite), self.num_words)
-        for start in range(0, len(composite), _BLOCK):
+    def decode(
+        self, composite: np.ndarray
+    ) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """Returns the columns and the index of `[n]` composite keys, `[n]` each."""
+        size = len(composite)
+        keys = tuple(np.empty(size, column.dtype) for column in self._columns)
+        index = np.empty(size, np.int32 if self._size <= 2**31 else np.int64)
+        words = composite.view(np.uint64).reshape(size, self.num_words)
+        for start in range(0, size, _BLOCK):
             rows = slice(start, start + _BLOCK)
             block = words[rows] if self.num_words == 1 else words[rows].byteswap()
             for i, column in enumerate(self._columns):
                 bits = self._get(block, i) + self._minima[i]
                 keys[i][rows] = column.decode(bits.astype(column.unsigned))
             index[rows] = self._get(block, -1)
+        return keys, index
 
     def _get(self, words: np.ndarray, i: int) -> np.ndarray:
         field = self._fields[i]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -15,11 +15,8 @@ from jaxbucket.base.digest import digest
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.keys import Column
 
-Keys: TypeAlias = "ArrayLike | jax.Array"
-# The columns of each local device, each `[n]`.
-_Parts: TypeAlias = list[tuple[np.ndarray, ...]]
+Keys: TypeAlias = "ArrayLike | tuple[ArrayLike, ...]"
 
-_IMPLIED = -1
 _INVALID = -1
 
 
@@ -37,7 +34,7 @@ class KeyLayout:
     """
 
     columns: tuple[Column, ...]
-    parts: _Parts
+    parts: list[tuple[np.ndarray, ...]]
     first: list[int]
     ranges: np.ndarray
     sizes: np.ndarray
@@ -49,7 +46,7 @@ class KeyLayout:
 
 
 def gather_layout(
-    keys: Keys | tuple[Keys, ...],
+    keys: Keys,
     descending: bool | Sequence[bool],
     assignment: str,
     devices: Devices,
@@ -70,163 +67,81 @@ def gather_layout(
     """
     try:
         check_choice("assignment", assignment, ("contiguous", "interleaved"))
-        first, parts = _local_parts(keys, devices)
-        columns = tuple(
-            Column(column.dtype, flag)
-            for column, flag in zip(
-                parts[0], _directions(descending, len(parts[0])), strict=True
-            )
-        )
+        arrays = _arrays(keys)
+        columns = _columns(arrays, descending)
     # Any error must reach the other processes, because they wait for this one.
     except Exception:
-        devices.gather([_message(_IMPLIED, _INVALID, "")] * len(devices.local))
+        devices.gather([_message(_INVALID, "")] * len(devices.local))
         raise
-    kind = "of each process" if first is None else "of a global array"
-    description = f"{kind}, {', '.join(map(str, columns))}, {assignment}"
-    gathered = devices.gather(
-        [
-            _message(start, len(part[0]), description)
-            for start, part in zip(first or [_IMPLIED] * len(parts), parts, strict=True)
-        ]
-    )
-    processes, _, sizes, digests = gathered.T
+    split = [np.array_split(array, len(devices.local)) for array in arrays]
+    parts = list(zip(*split, strict=True))
+    description = f"{', '.join(map(str, columns))}, {assignment}"
+    gathered = devices.gather([_message(len(x[0]), description) for x in parts])
+    processes, sizes, digests = gathered.T
     _check_agreement(processes, sizes, digests, description)
     ranges = devices.gather([_ranges(columns, part) for part in parts])
     ends = np.stack([ranges[..., 0].min(axis=0), ranges[..., 1].max(axis=0)], axis=1)
-    first = first or _starts(processes, sizes)[devices.local].tolist()
-    return KeyLayout(columns, parts, first, ends, sizes)
+    # The keys of process 0 come first.
+    order = np.argsort(processes, kind="stable")
+    starts = np.empty_like(sizes)
+    starts[order] = np.cumsum(sizes[order]) - sizes[order]
+    return KeyLayout(columns, parts, starts[devices.local].tolist(), ends, sizes)
 
 
-def _message(first: int, size: int, description: str) -> np.ndarray:
+def _message(size: int, description: str) -> np.ndarray:
     number = int(digest(description.encode())[:15], 16)
-    return np.array([jax.process_index(), first, size, number], np.int64)
+    return np.array([jax.process_index(), size, number], np.int64)
 
 
 def _check_agreement(
     processes: np.ndarray, sizes: np.ndarray, digests: np.ndarray, description: str
 ) -> None:
     """Raises a ValueError unless all processes have valid keys of the same kind."""
-    here = jax.process_index()
     invalid = processes[sizes == _INVALID]
     if len(invalid):
         raise ValueError(
-            f"The `keys` of process {_listed(invalid)} are invalid. See its error."
+            f"The `keys` of process {invalid[0]} are invalid. See its error."
         )
-    others = processes[digests != digests[processes == here][0]]
-    if len(others):
+    if len(set(digests.tolist())) > 1:
         raise ValueError(
-            f"The `keys` of process {here} ({description}) are of a different kind "
-            f"than those of process {_listed(others)}. Call `sample_sort` with the "
-            "same kind of keys and the same options in all processes."
+            f"`keys` of this process ({description}) are of a different kind than "
+            "those of another one. Call `sample_sort` with the same dtypes and options "
+            "in all processes."
         )
     if not sizes.any():
         raise ValueError("`keys` is empty in every process. Pass at least one key.")
 
 
-def _listed(processes: np.ndarray) -> str:
-    return ", ".join(map(str, np.unique(processes)))
-
-
-def _starts(processes: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns `[D]`, the index of the first key of each device.
-
-    Parts are in the order of processes.
-    """
-    order = np.argsort(processes, kind="stable")
-    starts = np.empty_like(sizes)
-    starts[order] = np.cumsum(sizes[order]) - sizes[order]
-    return starts
-
-
-def _directions(descending: bool | Sequence[bool], num_columns: int) -> list[bool]:
-    flags = np.asarray(descending)
-    if flags.dtype != bool or flags.shape not in ((), (num_columns,)):
-        raise ValueError(
-            f"`descending={descending!r}` is not a bool. Pass True or False, or a list "
-            f"with a bool for each column, here {num_columns}."
-        )
-    return np.broadcast_to(flags, num_columns).tolist()
-
-
-def _local_parts(
-    keys: Keys | tuple[Keys, ...], devices: Devices
-) -> tuple[list[int] | None, _Parts]:
-    """Returns the keys of each local device, and the index of the first of each.
-
-    The index is None if it follows from the sizes of all parts.
-    """
-    arrays = keys if isinstance(keys, tuple) else (keys,)
-    if not arrays:
-        raise ValueError("`keys` has no columns. Pass at least one.")
-    is_global = [isinstance(x, jax.Array) and _is_global(x) for x in arrays]
-    if all(is_global):
-        return _shards(arrays, devices)  # pyright: ignore
-    if any(is_global):
-        raise ValueError(
-            "`keys` mixes global arrays and columns of this process. Pass columns of "
-            "one kind."
-        )
-    columns = [np.asarray(array) for array in arrays]
-    _check_columns(columns)
-    # In the byte order of the machine.
-    columns = [x.astype(x.dtype.newbyteorder("="), copy=False) for x in columns]
-    split = [np.array_split(column, len(devices.local)) for column in columns]
-    return None, list(zip(*split, strict=True))
-
-
-def _is_global(keys: jax.Array) -> bool:
-    """Returns whether `keys` is a global array, not the keys of this process alone."""
-    if jax.process_count() == 1:
-        return len(keys.sharding.device_set) > 1
-    return not keys.is_fully_addressable
-
-
-def _check_columns(columns: Sequence[Any]) -> None:
-    for x in columns:
+def _arrays(keys: Keys) -> list[np.ndarray]:
+    """Returns the columns of this process, in the byte order of the machine."""
+    columns = keys if isinstance(keys, tuple) else (keys,)
+    arrays = [np.asarray(column) for column in columns]
+    for x in arrays:
         if x.ndim != 1 or x.dtype.kind not in "biuf" or x.dtype.itemsize > 8:
             raise ValueError(
                 f"`keys` is {x.dtype}{list(x.shape)}. Pass an array [n] of integers, "
                 "floats or bools of at most 64 bits, or a tuple of such arrays for "
                 "several columns."
             )
-    sizes = {len(column) for column in columns}
-    if len(sizes) > 1:
+    if len({len(x) for x in arrays}) != 1:
         raise ValueError(
-            f"`keys` has columns of different lengths, {sorted(sizes)}. Pass columns "
-            "of the same length."
+            f"`keys` has columns of the lengths {[len(x) for x in arrays]}. Pass at "
+            "least one column, all of the same length."
         )
+    return [x.astype(x.dtype.newbyteorder("="), copy=False) for x in arrays]
 
 
-def _shards(columns: Sequence[jax.Array], devices: Devices) -> tuple[list[int], _Parts]:
-    """Returns the first index and the keys of the shard of each local device.
-
-    Only one copy of a replicated shard is used. A device without a shard has an empty
-    part.
-    """
-    _check_columns(columns)
-    sharding = columns[0].sharding
-    if not all(keys.sharding.is_equivalent_to(sharding, 1) for keys in columns):
+def _columns(
+    arrays: Sequence[np.ndarray], descending: bool | Sequence[bool]
+) -> tuple[Column, ...]:
+    flags = np.asarray(descending)
+    if flags.dtype != bool or flags.shape not in ((), (len(arrays),)):
         raise ValueError(
-            "`keys` has columns of different shardings. Pass columns of the same one."
+            f"`descending={descending!r}` is not a bool. Pass True or False, or a list "
+            f"with a bool for each column, here {len(arrays)}."
         )
-    if not sharding.device_set <= set(devices.devices):
-        raise ValueError(
-            "`keys` is on devices that are not in the mesh. Pass the mesh over which "
-            "it is sharded, or numpy arrays."
-        )
-    shards = [
-        {x.device: x for x in keys.addressable_shards if x.replica_id == 0}
-        for keys in columns
-    ]
-    first = [0] * len(devices.local)
-    parts = [tuple(np.empty(0, keys.dtype) for keys in columns) for _ in first]
-    for place, i in enumerate(devices.local):
-        device = devices.devices[i]
-        if device in shards[0]:
-            (rows,) = shards[0][device].index
-            first[place] = rows.indices(len(columns[0]))[0]
-            parts[place] = tuple(np.asarray(x[device].data) for x in shards)
-    return first, parts
+    flags = np.broadcast_to(flags, len(arrays)).tolist()
+    return tuple(Column(x.dtype, flag) for x, flag in zip(arrays, flags, strict=True))
 
 
 def _ranges(columns: Sequence[Column], part: tuple[np.ndarray, ...]) -> np.ndarray:

@@ -238,7 +238,7 @@ def test_repeated_examples_draw_new_numbers_each_time():
         lengths, max_tokens=240, num_buckets=2, batch_size_multiple=2
     )
     order = jb.Curriculum(
-        lengths, jb.schedule.RootPacing(start=0.1, epochs=2), replacement=True
+        lengths, jb.schedule.RootPacing(start=0.1, duration=2), replacement=True
     )
     schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=2)
     make = functools.partial(

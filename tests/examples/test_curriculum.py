@@ -90,7 +90,7 @@ def test_four_processes_train_from_easy_to_hard_and_two_continue(
         assert seen.max() - seen.min() <= 1
     assert seen.min() >= 3
     # The same batches as from the metrics of one process, without any index.
-    pacing = jb.schedule.RootPacing(start=0.05, steps=STEPS_TO_ALL)
+    pacing = jb.schedule.RootPacing(start=0.05, duration=STEPS_TO_ALL, unit="steps")
     plan = jb.plan_buckets(
         metrics["length"],
         max_tokens=1024,

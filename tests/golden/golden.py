@@ -68,9 +68,7 @@ def schedules() -> dict[str, Callable[[], Any]]:
     halves = LENGTHS[::2], LENGTHS[1::2]
     return {
         "spread": padded,
-        "shuffled, largest first": lambda: padded(
-            order="shuffled", opening="largest_first"
-        ),
+        "shuffled, largest first": lambda: padded(order="shuffled", largest_first=True),
         "source, drop": lambda: padded(order="source", remainder="drop"),
         "ascending, 2 alike": lambda: padded(order="ascending", accumulate=2),
         "grouped by length, 3 mixed": lambda: padded(

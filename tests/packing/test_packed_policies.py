@@ -106,7 +106,7 @@ def test_a_curriculum_of_packed_rows_leaves_out_dropped_examples():
     plan = jb.plan_buckets(
         packing.row_lengths, max_tokens=8, boundaries=(8,), overlong="drop"
     )
-    order = jb.Curriculum(lengths, jb.schedule.LinearPacing(start=1 / 3, epochs=9))
+    order = jb.Curriculum(lengths, jb.schedule.LinearPacing(start=1 / 3, duration=9))
     schedule = jb.BatchSchedule(plan, lengths, packing=packing, order=order)
     # A third of the kept examples is open: the row of the easiest one comes first.
     assert [sorted(x.rows[x.rows >= 0]) for x in schedule] == [[3], [0, 2]]

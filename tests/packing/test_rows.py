@@ -25,7 +25,7 @@ from jaxbucket.packing.row_choice import log_variance, separation
 from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
 from jaxbucket.plan.histogram import grouped, value_counts
 from jaxbucket.plan.reports.plots import plot_plan
-from jaxbucket.schedule.balance import balance_rows, imbalance
+from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.testing import check_batches
 
 
@@ -269,21 +269,19 @@ def test_the_report_counts_rows_and_examples():
 def test_incompatible_packings_are_refused():
     lengths = np.array([3, 5, 2, 4])
     packing = jb.packing.pack(lengths, 8)
-    plan = jb.plan_buckets([8], max_tokens=16)
-    with pytest.raises(ValueError, match="created for 4 examples with 14 tokens"):
-        jb.BatchSchedule(plan, lengths[:3], packing=packing)
-    with pytest.raises(ValueError, match="that take part. The data, the `subset`"):
-        jb.BatchSchedule(plan, [3, 5, 3, 3], packing=packing)
-    with pytest.raises(ValueError, match="`packing` is a list, not a `Packing`"):
-        jb.BatchSchedule(plan, lengths, packing=[[0, 1]])  # pyright: ignore
-    short = jb.plan_buckets([5], max_tokens=16)
-    with pytest.raises(ValueError, match="rows of 8 tokens, which do not fit the lon"):
-        jb.BatchSchedule(short, lengths, packing=packing)
-    with pytest.raises(ValueError, match="`order` is a `Curriculum` with `replac"):
-        order = jb.Curriculum(lengths, replacement=True)
-        jb.BatchSchedule(plan, lengths, packing=packing, order=order)
+    plan, short = (jb.plan_buckets([n], max_tokens=16) for n in (8, 5))
+    repeating = jb.Curriculum(lengths, replacement=True)
+    for arguments, options in (
+        ((plan, lengths[:3]), {"packing": packing}),
+        ((plan, [3, 5, 3, 3]), {"packing": packing}),
+        ((plan, lengths), {"packing": [[0, 1]]}),
+        ((short, lengths), {"packing": packing}),
+        ((plan, lengths), {"packing": packing, "order": repeating}),
+    ):
+        with pytest.raises(ValueError, match="`packing`"):
+            jb.BatchSchedule(*arguments, **options)
     packed = jb.BatchSchedule(plan, lengths, packing=packing)
-    with pytest.raises(ValueError, match="have both packed rows and rows of one"):
+    with pytest.raises(ValueError, match="`schedules`"):
         jb.Mixture([packed, jb.BatchSchedule(plan, lengths)], [1, 1])
 
 
@@ -320,11 +318,9 @@ def test_rows_are_balanced(seed):
     assert sorted(order) == list(range(size))
     for num_parts in (2, 4, 8):
         if size % num_parts == 0:
-            balanced = imbalance(work[order], num_parts)
-            assert balanced <= 1.25 * imbalance(
-                longest_first(work, num_parts), num_parts
-            )
-    assert imbalance(np.zeros(size), 1) == 1
+            balanced = work[order].reshape(num_parts, -1).sum(axis=1).max()
+            greedy = longest_first(work, num_parts).reshape(num_parts, -1)
+            assert balanced <= 1.25 * greedy.sum(axis=1).max()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -340,7 +336,6 @@ def test_the_work_of_devices_is_that_of_their_truncated_examples(accumulate):
         overlong="truncate",
     )
     schedule = jb.BatchSchedule(plan, lengths, accumulate=accumulate, balance=True)
-    ratios = []
     for step in range(len(schedule)):
         expected = np.zeros((accumulate, 4), np.int64)
         for batch, devices in zip(schedule.micro_batches(step), expected, strict=True):
@@ -350,10 +345,6 @@ def test_the_work_of_devices_is_that_of_their_truncated_examples(accumulate):
                     devices[device] += sum(size**2 for size in sizes)
         work = schedule.device_work(step, num_devices=4)
         np.testing.assert_array_equal(work, expected.sum(axis=0))
-        ratios.append(work.max() / work.mean())
-    assert schedule.imbalance(4) == pytest.approx(np.mean(ratios))
-    with pytest.raises(ValueError, match="`num_devices=3` does not divide"):
-        schedule.device_work(0, 3)
 
 
 # Permutations of many sizes

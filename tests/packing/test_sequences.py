@@ -370,7 +370,7 @@ def test_schedules_require_the_sequences_of_their_packing():
     with pytest.raises(ValueError, match=r"sequences \['a', 'c'\], but the plan has"):
         jb.BatchSchedule(plan, {"a": [3, 5], "c": [1, 1]}, packing=packing)
     other = jb.packing.pack([3, 5], 8)
-    with pytest.raises(ValueError, match=r"has the sequences \[\], but `plan` has"):
+    with pytest.raises(ValueError, match="`packing`"):
         jb.BatchSchedule(plan, lengths, packing=other)
     with pytest.raises(ValueError, match="that take part. The data, the"):
         jb.BatchSchedule(plan, {"a": [3, 4], "b": [1, 2]}, packing=packing)

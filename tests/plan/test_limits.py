@@ -287,13 +287,12 @@ def try_shapes(edges: Edges) -> None:
 
 def try_schedule(edges: Edges, plan: BucketPlan, lengths: Any) -> None:
     accumulate, group = edges.one(), ["same", "mixed"][edges.rng.integers(2)]
-    opening = "largest_first" if edges.rng.random() < 0.2 else None
     schedule = BatchSchedule(
         plan,
         lengths,
         accumulate=accumulate,
         group=group,
-        opening=opening,
+        largest_first=edges.rng.random() < 0.2,
         **edges.some("seed"),
     )
     assert len(schedule) > 0

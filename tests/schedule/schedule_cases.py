@@ -14,7 +14,7 @@ from jaxbucket.schedule.pacing import Pacing, pacing_unit
 class Cycles:
     """A pacing function that restarts another one, so that its share falls."""
 
-    pacing: Pacing = LinearPacing(start=0.1, epochs=0.25)
+    pacing: Pacing = LinearPacing(start=0.1, duration=0.25)
     every: float = 0.3
 
     @property

@@ -69,15 +69,6 @@ def test_each_step_is_that_of_its_schedule(seed):
     assert [joined.epoch_start(x) for x in range(len(starts))] == starts
 
 
-def test_an_epoch_has_each_example_once():
-    first, second = schedule_of(64, order="ascending"), schedule_of(128, seed=1)
-    joined = JoinedSchedule({0: first, 2 * len(first): second})
-    for epoch in range(5):
-        steps = range(joined.epoch_start(epoch), joined.epoch_start(epoch + 1))
-        rows = np.concatenate([joined[step].rows for step in steps])
-        assert sorted(rows[rows >= 0]) == list(range(len(LENGTHS)))
-
-
 def test_the_buckets_are_those_of_all_plans():
     few, many = schedule_of(64), schedule_of(128)
     joined = JoinedSchedule({0: few, 3: many, 9: few})

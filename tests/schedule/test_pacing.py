@@ -15,7 +15,7 @@ from jaxbucket.schedule import (
     RootPacing,
     StepPacing,
 )
-from jaxbucket.schedule.metric import Pace
+from jaxbucket.schedule.metric import Metric
 
 
 class Counted:
@@ -55,36 +55,37 @@ def test_values_are_the_decimal_multiples(multiple):
     decimal = Fraction(str(multiple))
     for count in (*range(1, 60), 1000):
         high = float(count * decimal)
-        value = ByValue(LinearPacing(start=0, steps=count), 0, high, multiple)
+        value = ByValue(
+            LinearPacing(start=0, duration=count, unit="steps"), 0, high, multiple
+        )
         for step in {0, 1, count // 2, count - 1, count}:
             assert value(step) == float(step * decimal)
 
 
 def test_a_float32_difficulty_is_open_at_its_value():
     values = np.array([i / 10 for i in range(1, 10)], np.float32)
-    rows = schedule_of(LinearPacing())._rows
     for count in range(1, 10):
         pacing = ByValue(LinearPacing(start=1), 0, count / 10)
-        assert Pace(pacing, values, rows).count(0, 0) == count
+        assert Metric("difficulty", values, pacing).num_open(values, 0) == count
 
 
 @pytest.mark.parametrize("size", [7, 600, 1000, 4099])
 def test_a_share_by_steps_opens_exactly_as_many_examples(size):
-    rows = schedule_of(LinearPacing())._rows
-    for pacing in (Counted(size, "steps"), LinearPacing(start=0, steps=size)):
-        pace = Pace(pacing, np.arange(1, size + 1), rows)
-        first = rows.num_batches
-        for step in range(first, first + size + 2):
+    values = np.arange(1, size + 1)
+    linear = LinearPacing(start=0, duration=size, unit="steps")
+    for pacing in (Counted(size, "steps"), linear):
+        metric = Metric("difficulty", values, pacing)
+        for step in range(1, size + 2):
             done = step + 1 if isinstance(pacing, Counted) else step
-            assert pace.count(*divmod(step, first)) == min(done, size)
+            assert metric.num_open(values, step) == min(done, size)
 
 
 @pytest.mark.parametrize("step", [10**7 - 1, 10**7, 10**7 + 1])
 def test_steps_are_exact_after_many_steps(step):
     # A float number of epochs would be off by some steps.
-    schedule = schedule_of(StepPacing((0, 1), steps=(10**7,)))
+    schedule = schedule_of(StepPacing((0, 1), boundaries=(10**7,), unit="steps"))
     assert (schedule[step].rows.max() > 0) == (step >= 10**7)
-    linear = LinearPacing(start=0, steps=2 * 10**7)
+    linear = LinearPacing(start=0, duration=2 * 10**7, unit="steps")
     share = Fraction(linear(step))
     assert abs(share - Fraction(step, 2 * 10**7)) < 1e-15
 
@@ -98,7 +99,9 @@ def test_tokens_are_real_tokens_of_the_mean_step(accumulate):
     tokens = report.real_tokens
     assert tokens == schedule_of(LinearPacing()).lengths.sum()
     # All examples open after one and a half epochs.
-    schedule = schedule_of(StepPacing((0, 1), tokens=(1.5 * tokens,)), **options)
+    schedule = schedule_of(
+        StepPacing((0, 1), boundaries=(1.5 * tokens,), unit="tokens"), **options
+    )
     first = math.ceil(1.5 * len(schedule))
     for step in range(first - 3, first + 3):
         micro = schedule.micro_batches(step)
@@ -106,11 +109,9 @@ def test_tokens_are_real_tokens_of_the_mean_step(accumulate):
         assert (largest > 0) == (step >= first)
 
 
-def test_units_exclude_each_other():
-    assert LinearPacing() == LinearPacing(epochs=1.0) == LinearPacing(0.1, 1.0)
-    assert LinearPacing(steps=10).unit == "steps"
-    assert StepPacing((0, 1), tokens=[1e9]).unit == "tokens"
-    assert repr(LinearPacing(steps=10)) == "LinearPacing(steps=10, start=0.1)"
-    assert repr(RootPacing()) == "RootPacing(start=0.1, epochs=1.0, degree=2.0)"
-    pacing = StepPacing((0, 1), steps=(3,))
+def test_pacings_are_compared_printed_and_sent():
+    assert LinearPacing() == LinearPacing(duration=1.0) == LinearPacing(0.1, 1.0)
+    assert LinearPacing(duration=10, unit="steps") != LinearPacing(duration=10)
+    assert "unit='steps'" in repr(RootPacing(unit="steps"))
+    pacing = StepPacing((0, 1), boundaries=[3], unit="steps")
     assert pickle.loads(pickle.dumps(pacing)) == pacing

@@ -19,10 +19,10 @@ METRICS = {
     "level": np.random.default_rng(2).integers(0, 5, SIZE),
 }
 PACINGS = {
-    "linear": LinearPacing(0.3, steps=120),
-    "steps": StepPacing((0.5, 1), steps=(40,)),
-    "cycles": Cycles(LinearPacing(0.4, epochs=0.3), every=0.4),
-    "value": ByValue(LinearPacing(0.2, steps=60), low=-2, high=2),
+    "linear": LinearPacing(0.3, duration=120, unit="steps"),
+    "steps": StepPacing((0.5, 1), boundaries=(40,), unit="steps"),
+    "cycles": Cycles(LinearPacing(0.4, duration=0.3), every=0.4),
+    "value": ByValue(LinearPacing(0.2, duration=60, unit="steps"), low=-2, high=2),
 }
 
 
@@ -101,19 +101,6 @@ def test_open_rows_are_drawn_first_and_each_example_once(names):
             left[batch.bucket] -= drawn
 
 
-def test_micro_batches_are_those_of_larger_batches():
-    order = Curriculum(METRICS["noise"], PACINGS["linear"])
-    options = {"packing": PACKING, "order": order, "accumulate": 2}
-    schedule = BatchSchedule(PLAN, LENGTHS, **options)
-    for epoch in range(2):
-        steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
-        rows = np.concatenate([x.rows.ravel() for s in steps for x in schedule[s]])
-        np.testing.assert_array_equal(np.sort(rows[rows >= 0]), np.arange(SIZE))
-    report = schedule.report()
-    assert report.packed_examples == SIZE
-    assert report.real_tokens == LENGTHS.sum()
-
-
 def neighbors(schedule: BatchSchedule, epoch: int) -> set[frozenset[int]]:
     steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
     rows = [frozenset(examples(row)) for s in steps for row in schedule[s].rows]
@@ -159,10 +146,3 @@ def test_rows_of_several_sequences():
         schedule.fingerprint
         != BatchSchedule(plan, lengths, packing=packing).fingerprint
     )
-
-
-def test_draws_with_replacement_are_refused():
-    order = Curriculum(METRICS["noise"], replacement=True)
-    message = "with `replacement=True`, which draws single .* Set `replacement=False`"
-    with pytest.raises(ValueError, match=message):
-        BatchSchedule(PLAN, LENGTHS, packing=PACKING, order=order)

@@ -1,7 +1,6 @@
 """Difficulty indices: compared with numpy, and with damaged files."""
 
 import errno
-import json
 import os
 
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.schedule.difficulty_index import share_checksum
 
 MESH = jb.data_mesh()
 SIZE = 1003
@@ -29,40 +27,13 @@ def folder_fixture(tmp_path):
 def test_the_index_is_a_stable_argsort(tmp_path, dtype):
     values = difficulties(dtype)
     index = jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
-    index.check()
     assert len(index) == SIZE and index.examples.dtype == np.int32
     np.testing.assert_array_equal(index.examples, np.argsort(values, kind="stable"))
     np.testing.assert_array_equal(index.difficulty, values)
-    np.testing.assert_array_equal(index.ranks()[index.examples], np.arange(SIZE))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]
-    assert len(list((tmp_path / "index").iterdir())) == 3
-    by_process = jb.sort.write_difficulty_index(
-        tmp_path / "by_process", values, MESH, sorted_by="process"
-    )
-    np.testing.assert_array_equal(by_process.examples, index.examples)
-    with pytest.raises(ValueError, match="`between`"):
-        by_process.between(0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
-def test_percentiles_and_between_return_slices_of_the_order(folder):
-    index, values = jb.schedule.DifficultyIndex(folder), difficulties()
-    quarters = [index.percentiles(x, x + 25) for x in (0, 25, 50, 75)]
-    np.testing.assert_array_equal(np.concatenate(quarters), index.examples)
-    assert values[quarters[0]].max() <= values[quarters[1]].min()
-    assert index.percentiles(30, 30).size == 0
-    between = index.between(2, 5)
-    assert set(between) == set(np.flatnonzero((2 <= values) & (values < 5)))
-    assert np.shares_memory(between, index.examples)
-    assert index.between(5, 2).size == index.between(99, 100).size == 0
-    assert index.between(-1, 11).size == SIZE
-    # Bounds of any type are compared as numbers.
-    assert index.between(np.float32(2), np.int64(5)).size == between.size
-    for low, high in ((-1, 5), (60, 40), (0, float("nan"))):
-        with pytest.raises(ValueError, match="percentiles"):
-            index.percentiles(low, high)
-
-
-def test_a_curriculum_accepts_an_index(folder, tmp_path):
+def test_a_curriculum_accepts_an_index(folder):
     values, lengths = difficulties(), np.full(SIZE, 8)
     plan = jb.BucketPlan.from_shapes([(10, 8)])
     index = jb.schedule.DifficultyIndex(folder)
@@ -72,15 +43,7 @@ def test_a_curriculum_accepts_an_index(folder, tmp_path):
     for step in (0, 50, 100):
         np.testing.assert_array_equal(one[step].rows, other[step].rows)
     kept = np.arange(SIZE) % 3 > 0
-    # If the index is sorted by process, the difficulty of an example is its rank.
-    by_process = jb.sort.write_difficulty_index(
-        tmp_path / "by_process", values, MESH, sorted_by="process"
-    )
-    order = jb.Curriculum(by_process, jb.schedule.LinearPacing(0.1))
-    np.testing.assert_array_equal(order.difficulty, by_process.ranks())
     by_value = jb.schedule.ByValue(jb.schedule.LinearPacing(), low=0, high=9)
-    with pytest.raises(ValueError, match="`difficulty`"):
-        jb.Curriculum(by_process, by_value)
     # Several metrics use the order of the index, too.
     other = np.arange(SIZE) * 7 % 101
     pairs = [jb.Curriculum({"a": x, "b": other}, by_value) for x in (values, index)]
@@ -98,13 +61,9 @@ def test_an_existing_index_is_returned_or_rejected(folder, monkeypatch):
     again = jb.sort.write_difficulty_index(folder, values, MESH)
     assert before == {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     np.testing.assert_array_equal(again.difficulty, values)
-    for other, options in (
-        (values + 1, {}),
-        (values[:-1], {}),
-        (values, {"sorted_by": "process"}),
-    ):
+    for other in (values + 1, values[:-1], values.astype(float)):
         with pytest.raises(ValueError, match="`folder="):
-            jb.sort.write_difficulty_index(folder, other, MESH, **options)
+            jb.sort.write_difficulty_index(folder, other, MESH)
 
 
 def test_integers_beyond_float_precision_are_distinguished(tmp_path):
@@ -112,11 +71,6 @@ def test_integers_beyond_float_precision_are_distinguished(tmp_path):
     jb.sort.write_difficulty_index(tmp_path / "index", values, MESH)
     with pytest.raises(ValueError, match="`folder="):
         jb.sort.write_difficulty_index(tmp_path / "index", values[::-1], MESH)
-    index = jb.schedule.DifficultyIndex(tmp_path / "index")
-    assert index.between(2**60, 2**60 + 1).tolist() == [1]
-    assert index.between(-(10**400), 10**400).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="`low=nan`"):
-        index.between(float("nan"), 1)
 
 
 def test_files_that_do_not_belong_together_are_refused(folder):
@@ -131,20 +85,8 @@ def test_files_that_do_not_belong_together_are_refused(folder):
     with pytest.raises(ValueError, match="examples.npy"):
         build()
     np.save(folder / "examples.npy", np.full(SIZE, 10**6, np.int32))
-    with pytest.raises(ValueError, match="1000000"):
+    with pytest.raises(ValueError, match="examples.npy"):
         build()
-
-
-def test_bounds_are_compared_exactly(tmp_path):
-    tenths = np.array([i / 10 for i in range(10)], np.float32)
-    index = jb.sort.write_difficulty_index(tmp_path / "tenths", tenths, MESH)
-    for first in range(10):
-        assert index.between(first / 10, 0.7).tolist() == list(range(first, 7))
-    for bound in (tenths[1], float(tenths[1])):
-        assert index.between(0, bound).tolist() == [0]
-    large = jb.sort.write_difficulty_index(tmp_path / "large", [2**24 + 3, 1], MESH)
-    for kind in (float, np.float32, np.float64):
-        assert large.between(kind(0), kind(2**24 + 4)).tolist() == [1, 0]
 
 
 class TwoProcesses:
@@ -160,7 +102,6 @@ class TwoProcesses:
         ([1.0, float("nan")], {}, r"difficulty\[1\]=nan"),
         ([-float("inf")], {}, "difficulty"),
         (np.array([2**63], np.uint64), {}, "difficulty"),
-        ([1.0], {"sorted_by": "size"}, "sorted_by"),
         ([1.0], {"num_examples": 4}, "num_examples"),
         ([1.0], {"processes": TwoProcesses()}, "processes"),
     ],
@@ -177,7 +118,7 @@ def test_only_an_empty_or_missing_folder_is_written(tmp_path):
         jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
     assert (tmp_path / "notes.txt").read_text() == "contents"
     (tmp_path / "notes.txt").unlink()
-    jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH).check()
+    jb.sort.write_difficulty_index(tmp_path, difficulties(), MESH)
 
 
 def test_drafts_of_killed_calls_are_removed(tmp_path):
@@ -185,10 +126,9 @@ def test_drafts_of_killed_calls_are_removed(tmp_path):
     others = [tmp_path / f"other.{'01' * 16}.partial", tmp_path / "index.my.partial"]
     for folder in (draft, *others):
         folder.mkdir()
-    (draft / "index.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a difficulty index"):
+    with pytest.raises(ValueError, match="is no difficulty index"):
         jb.schedule.DifficultyIndex(tmp_path / "index")
-    jb.sort.write_difficulty_index(tmp_path / "index", difficulties(), MESH).check()
+    jb.sort.write_difficulty_index(tmp_path / "index", difficulties(), MESH)
     assert not draft.exists() and all(other.exists() for other in others)
 
 
@@ -198,16 +138,7 @@ def change(path, offset, content):
         file.write(content)
 
 
-def set_fields(folder, **fields):
-    description = json.loads((folder / "index.json").read_text())
-    (folder / "index.json").write_text(json.dumps({**description, **fields}))
-
-
 DAMAGES = {
-    "no json": lambda folder: (folder / "index.json").unlink(),
-    "truncated json": lambda folder: os.truncate(folder / "index.json", 9),
-    "order": lambda folder: set_fields(folder, sorted_by="junk"),
-    "unknown field": lambda folder: set_fields(folder, color="red"),
     "no examples": lambda folder: (folder / "examples.npy").unlink(),
     "truncated examples": lambda folder: os.truncate(folder / "examples.npy", 999),
     "header": lambda folder: change(folder / "examples.npy", 20, b"'('"),
@@ -219,29 +150,9 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_files_are_rejected(folder, name):
     DAMAGES[name](folder)
-    with pytest.raises(ValueError, match="again|Write one with") as raised:
+    with pytest.raises(ValueError, match="again") as raised:
         jb.schedule.DifficultyIndex(folder)
     assert str(folder) in str(raised.value)
-
-
-@pytest.mark.parametrize("file", ["difficulty.npy", "examples.npy"])
-@pytest.mark.parametrize("seed", range(3))
-def test_check_detects_changed_bytes(folder, file, seed):
-    rng = np.random.default_rng(seed)
-    change(folder / file, -int(rng.integers(8, 4 * SIZE)), rng.bytes(4))
-    with pytest.raises(ValueError, match="Delete the folder"):
-        jb.schedule.DifficultyIndex(folder).check()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_checksums_of_shares_add_up_to_the_checksum_of_all_examples(seed):
-    rng = np.random.default_rng(seed)
-    values = difficulties()
-    ends = np.sort([0, *rng.integers(0, SIZE, 3), SIZE])
-    parts = [share_checksum(values[a:b], int(a)) for a, b in zip(ends, ends[1:])]  # noqa: B905
-    assert sum(parts) % 2**64 == share_checksum(values, 0)
-    assert share_checksum(values[::-1], 0) != share_checksum(values, 0)
-    assert share_checksum(values, 1) != share_checksum(values, 0)
 
 
 def test_a_full_disk_leaves_no_files_behind(tmp_path, monkeypatch):
@@ -253,4 +164,4 @@ def test_a_full_disk_leaves_no_files_behind(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="No space left on device"):
             jb.sort.write_difficulty_index(tmp_path / "index", [1.0, 2.0], MESH)
     assert not list(tmp_path.iterdir())
-    jb.sort.write_difficulty_index(tmp_path / "index", [1.0, 2.0], MESH).check()
+    jb.sort.write_difficulty_index(tmp_path / "index", [1.0, 2.0], MESH)

@@ -120,8 +120,8 @@ def test_three_components_share_one_compiled_step(mesh, num_steps):
                 position = loader.position(number)
             state, metrics = steps(state, batch)
             counts[mixture.name_at(number)] += 1
-            for name, weight in zip(mixture.names, mixture.weights, strict=True):
-                assert abs(counts[name] - weight * (number + 1)) <= 1
+            for name, weight in zip(mixture.names, mixture.weights[0], strict=True):
+                assert abs(counts[name] - weight * (number + 1)) < 2
     assert compiles["train_step"] == len(mixture.buckets) == len(steps)
     assert [x.steps for x in mixture.report(num_steps).components] == [*counts.values()]
     # A new run, with loaders and schedules of its own.
@@ -157,7 +157,8 @@ def test_a_shape_with_different_features_has_a_program_for_each(mesh, accumulate
     with jb.compile.count_compiles() as compiles:
         state, steps = compile_all(loader, optax.sgd(0.1), accumulate=accumulate)
         for number, batch in enumerate(loader):
-            assert ("frames" in batch.features) == (number % 3 == 1)
+            is_audio = loader.schedule.name_at(number) == "audio"
+            assert ("frames" in batch.features) == is_audio
             # The loss without jit, before the state is donated.
             total, count = loss_fn(state.model, batch, None)
             state, metrics = steps(state, (batch,) if accumulate else batch)

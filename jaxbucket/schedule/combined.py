@@ -1,0 +1,109 @@
+"""What mixtures and joined schedules share: their steps are those of components."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
+from jaxbucket.base.checks import check_integer
+from jaxbucket.schedule.base import Schedule, check_step
+from jaxbucket.schedule.example_draws import BatchDraws
+
+
+class CombinedSchedule(Schedule):
+    """A schedule whose steps are those of other schedules, its components.
+
+    A subclass decides which step of which component comes at each step.
+
+    Args:
+      components: the components by name, index or first step.
+      names: the names of components with sources of their own; usually empty.
+
+    Raises:
+      ValueError: if there is no component; if one is not a schedule, or has names; or
+        if, without names, the components differ in their sequences, in whether rows
+        are packed or in which end of examples they truncate.
+    """
+
+    def __init__(self, components: Mapping[Any, Schedule], names: tuple[str, ...] = ()):
+        self._components = list(components.values())
+        self.names = names
+        if not components:
+            raise ValueError("`schedules` is empty. Pass at least one schedule.")
+        for key, component in components.items():
+            if not isinstance(component, Schedule) or component.names:
+                raise ValueError(
+                    f"`schedules[{key!r}]` is a {type(component).__name__}. Pass a "
+                    "`BatchSchedule` or another schedule without names. The weights of "
+                    "a mixture change by `weights={0: ..., 1000: ...}`."
+                )
+        kinds = {
+            (x.sequences, x.max_segments is None, f"{x.truncates} {x.truncates_left}")
+            for x in self._components
+        }
+        if len(kinds) > 1 and not names:
+            raise ValueError(
+                "`schedules` differ in their sequences, in whether rows are packed, or "
+                "in which end of examples is truncated. Plan with the same `overlong`, "
+                "or use a `Mixture` of a mapping from names to schedules, with a "
+                "source for each."
+            )
+        plans = [plan for x in self._components for plan in x.plans]
+        self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())
+        segments = [x.max_segments for x in self._components if x.max_segments]
+        self.max_segments = max(segments, default=None)
+        self.accumulate = max(x.accumulate for x in self._components)
+        # The number of the first row of each component, and the step that its random
+        # numbers start from.
+        self._first_rows = self._first_steps = [0] * len(components)
+
+    @abc.abstractmethod
+    def _parts_of(self, step: int) -> Iterator[tuple[int, int]]:
+        """Yields the component and its own step for each part of a step."""
+
+    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+        return tuple(
+            BatchIndices(x.bucket, self._rows(x.rows, self._first_rows[index]))
+            for index, number in self._parts_of(check_step(step))
+            for x in self._components[index].micro_batches(number)
+        )
+
+    def draws(self, step: int) -> tuple[BatchDraws, ...]:
+        # Components with equal seeds draw different numbers, because their rows or
+        # their first steps differ.
+        return tuple(
+            x._replace(first_step=self._first_steps[index] + x.first_step)
+            for index, number in self._parts_of(check_step(step))
+            for x in self._components[index].draws(number)
+        )
+
+    def _rows(self, rows: np.ndarray, first: int) -> np.ndarray:
+        """Returns rows numbered over all components, padded to `max_segments`."""
+        rows = np.where(rows < 0, EMPTY_ROW, rows + first)
+        if self.max_segments is None or rows.ndim == 1:
+            return rows
+        missing = self.max_segments - rows.shape[1]
+        return np.pad(rows, ((0, 0), (0, missing)), constant_values=EMPTY_ROW)
+
+    def _component_configs(self) -> list[dict[str, Any]]:
+        """Returns the options of all components, as plain Python."""
+        return [x.config() | {"of": x.fingerprint} for x in self._components]
+
+
+def check_change_steps(name: str, changes: Mapping[int, Any]) -> list[int]:
+    """Returns the steps from which each of several values holds.
+
+    Raises:
+      ValueError: if they do not start with 0 or are not ascending integers.
+    """
+    steps = [check_integer(name, step) for step in changes]
+    if steps != sorted({0, *steps}):
+        raise ValueError(
+            f"`{name}` has the steps {steps}. Start with step 0, in ascending order: "
+            f"`{name}={{0: first, 1000: second}}`."
+        )
+    return steps
