@@ -27,14 +27,12 @@ from jaxbucket.distributed.agreement import list_processes
 from jaxbucket.distributed.processes import Processes
 from jaxbucket.train.checkpoint_seal import find_damage, write_seal
 from jaxbucket.train.checkpoint_state import (
-    abstract_leaf,
     check_can_be_saved,
-    check_keys,
-    check_like,
+    find_difference,
+    find_other_key,
     like_template,
-    parts_to_skip,
-    restore_without,
-    warn_of_new_constants,
+    restore_args,
+    with_leaves,
 )
 
 _State = TypeVar("_State")
@@ -120,7 +118,7 @@ class Checkpoints:
         self._manager = _Manager(
             self._directory,
             item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
+                "state": ocp.PyTreeCheckpointHandler(),
                 "position": ocp.JsonCheckpointHandler(),
                 "extra": ocp.JsonCheckpointHandler(),
             },
@@ -165,13 +163,11 @@ class Checkpoints:
 
         If each process had its own directory, saving would wait forever.
         """
-        (name, *_) = processes.gather(
-            "naming a test file", f"{_TOKEN}-{uuid.uuid4().hex}"
-        )
-        token = self._directory / name
+        name = f"{_TOKEN}-{uuid.uuid4().hex}"
         if processes.index == 0:
-            token.touch()
-        processes.gather("writing the test file", "")
+            (self._directory / name).touch()
+        (name, *_) = processes.gather("writing a test file", name)
+        token = self._directory / name
         visible = str(_becomes_visible(token))
         seen = processes.gather("finding the test file", visible)
         if processes.index == 0:
@@ -275,7 +271,7 @@ class Checkpoints:
         self._manager.save(
             position.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
+                state=ocp.args.PyTreeSave(state),
                 position=ocp.args.JsonSave(position.to_dict()),
                 extra=ocp.args.JsonSave(values),
             ),
@@ -291,9 +287,8 @@ class Checkpoints:
             Python number; weakly typed scalars stay weakly typed, and uncommitted
             arrays stay uncommitted. A step that was compiled for `state` therefore
             accepts the restored state. If it has no optimizer, as
-            `create_state(model, mesh=mesh)`, that of the checkpoint is not read. A
-            warning says if a constant of `optax.inject_hyperparams`, such as the
-            learning rate, is not the saved one, which is restored.
+            `create_state(model, mesh=mesh)`, that of the checkpoint is not read.
+            Constants of `optax.inject_hyperparams` are those of the checkpoint.
 
         Returns:
           The state, the position in the data, and the extra values.
@@ -312,20 +307,19 @@ class Checkpoints:
         folder = self._directory / str(step)
         if damage := find_damage(folder):
             raise self._damaged(folder, damage)
-        abstract = jax.tree.map(abstract_leaf, state)
-        skipped = parts_to_skip(state)
         metadata = self._manager.item_metadata(step).state
-        check_like(folder, metadata, abstract, skipped)
-        items: dict[str, Any] = dict.fromkeys(("position", "extra"), _JSON)
-        if not skipped:
-            items["state"] = ocp.args.StandardRestore(abstract)
-        saved: Any = self._manager.restore(step, args=ocp.args.Composite(**items))
-        read = restore_without(skipped, folder, abstract) if skipped else saved.state
+        if difference := find_difference(metadata, state):
+            raise _different_state(folder, difference)
+        items = ocp.args.Composite(
+            state=restore_args(state), position=_JSON, extra=_JSON
+        )
+        saved: Any = self._manager.restore(step, args=items)
         position = DataPosition.from_dict(saved.position)
         if position.step != step:
             raise self._damaged(folder, f"its position is at step {position.step}")
-        check_keys(folder, state, read)
-        warn_of_new_constants(folder, state, read)
+        read = with_leaves(state, saved.state)
+        if difference := find_other_key(read, state):
+            raise _different_state(folder, difference)
         self._last = step
         restored = jax.tree.map(like_template, state, read)
         return Restored(restored, position, saved.extra)
@@ -341,25 +335,21 @@ class Checkpoints:
         if self._claimed:
             return
         if jax.process_index() == 0 and "://" not in os.fspath(self._directory):
-            self._lock = self._acquire_lock()
+            self._lock = open(self._directory / _LOCK, "a")  # noqa: SIM115
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                raise ValueError(
+                    f"Another run is saving to {self._directory}. Wait until it has "
+                    "ended, or choose a different directory."
+                ) from None
+            except OSError:
+                # Not every file system supports locks.
+                pass
         # Another run may have saved since the directory was last read.
         self._manager.reload()
         self._claimed = True
-
-    def _acquire_lock(self) -> IO[str]:
-        lock = open(self._directory / _LOCK, "a")  # noqa: SIM115
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ValueError(
-                f"Another run is saving to {self._directory}. Wait until it has ended, "
-                "or choose a different directory."
-            ) from None
-        except OSError:
-            # Not every file system supports locks.
-            pass
-        return lock
 
     def _clear_half_written(self) -> None:
         """Removes the partial checkpoint of a killed process.
@@ -385,6 +375,14 @@ class Checkpoints:
         if older:
             remedy = f"Delete this directory to resume from step {max(older)}."
         return ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
+
+
+def _different_state(folder: epath.Path, difference: str) -> ValueError:
+    return ValueError(
+        f"The checkpoint {folder} is not of such a `state`: {difference}. Use the "
+        "model, `wrt` and the optimizer that were saved, or your own pytree if that "
+        "was saved."
+    )
 
 
 def _becomes_visible(path: epath.Path) -> bool:

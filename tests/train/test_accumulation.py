@@ -405,15 +405,10 @@ OTHER = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 25))
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    ("micro_batches", "message"),
-    [
-        ((), "`micro_batches` is empty. Pass a tuple of `jaxbucket.Batch`"),
-        (BATCH, "`micro_batches` is a Batch. Pass a tuple"),
-        (None, "`micro_batches` is a NoneType. Pass a tuple"),
-    ],
+    "micro_batches", [(), BATCH, None], ids=["empty", "batch", "none"]
 )
-def test_micro_batches_must_be_a_tuple_of_batches(micro_batches, message, compiled):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_micro_batches_must_be_a_tuple_of_batches(micro_batches, compiled):
+    with pytest.raises(ValueError, match="`micro_batches`"):
         refuse(micro_batches, compiled)
 
 
@@ -421,15 +416,12 @@ def test_micro_batches_must_be_a_tuple_of_batches(micro_batches, message, compil
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: None, "`micro_batches[1]` is a NoneType, not a `jaxbucket.Batch`"),
+        (lambda: None, "`micro_batches[1]`"),
         (
             lambda: on(MESH, [BATCH._replace(features={"tokens": BATCH.mask + 0})])[0],
-            "`batch.features['task']` is missing, but [8, 24] was compiled for",
+            "`batch.features['task']`",
         ),
-        (
-            lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0],
-            "`micro_batches[1]` is on 2 devices, which differ from the 2 devices",
-        ),
+        (lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0], "device"),
     ],
 )
 def test_a_refused_micro_batch_leaves_the_state_unchanged(other, message, compiled):
@@ -439,7 +431,7 @@ def test_a_refused_micro_batch_leaves_the_state_unchanged(other, message, compil
             jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], MESH
         )
         step = jb.compile_steps(step, state, specs, progress=False)
-    elif "was compiled" in message:
+    elif "task" in message:
         pytest.skip("without a plan, batches may have any features")
     (first,) = on(MESH, [BATCH])
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -524,19 +516,6 @@ def test_a_micro_batch_outside_the_plan_leaves_the_state_unchanged():
         steps(state, on(MESH, [BATCH, OTHER]))
     state, _ = steps(state, on(MESH, [BATCH]))
     assert state.step == 1
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_sharded_state_under_pmap_is_refused(accumulate):
-    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
-        jb.make_train_step(
-            by_tokens,
-            optax.sgd(1),
-            MESH,
-            accumulate=accumulate,
-            mode="pmap",
-            state_sharding="any",
-        )
 
 
 @pytest.mark.exhaustive

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -242,90 +241,54 @@ class Normalized(nnx.Module):
         self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
 
 
+W = {"w": 1.0}
+FLAX_STATE = FlaxTrainState.create(
+    apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1)
+)
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "make"),
     [
-        (
-            lambda: jb.create_state(linen.Dense(3)),
-            "`model` is a Dense, a Linen module. Pass `sample=`",
-        ),
-        (
-            lambda: jb.create_state(linen.Sequential([linen.relu]), sample=np.ones(3)),
-            "has no parameters",
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, sample=np.ones(3)),
-            "`sample` was passed for plain parameters, which does not use it",
-        ),
-        (
-            lambda: jb.create_state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=0),
-            "`rngs` was passed for an NNX module",
-        ),
-        (
-            lambda: jb.create_state(linen.Dense(3), variables={"batch_stats": {}}),
-            "`variables` was passed for a Linen module.*pass the parameters instead",
-        ),
-        (
-            lambda: jb.create_state(jb.create_state({"w": 1.0}), rngs=0),
-            "`rngs` was passed for a state",
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, jb.data_mesh()),
-            "`tx` is a Mesh. Pass an optimizer of optax",
-        ),
-        (
-            lambda: jb.create_state(linen.Dense, sample=np.ones(3)),
-            "`model` is the class Dense. Pass an instance",
-        ),
-        (lambda: jb.create_state(None), "`model` is a NoneType. Pass an NNX module"),
-        (lambda: jb.create_state({"w": 1.0}, wrt=5), "`wrt=5` is not a filter of NNX"),
-        (
-            lambda: jb.create_state({"w": 1.0}, variables={"params": {}}),
-            '`variables` must be a dict of the collections.*without "params"',
-        ),
-        (
-            lambda: jb.create_state(lambda x: x),
-            "`model` is a function. Pass an NNX module, a Linen module with `sample=`",
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, wrt=nnx.PathContains("head")),
-            "`wrt=.* selects no parameters",
-        ),
+        ("sample", lambda: jb.create_state(linen.Dense(3))),
+        ("sample", lambda: jb.create_state(W, sample=np.ones(3))),
+        ("rngs", lambda: jb.create_state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=0)),
+        ("rngs", lambda: jb.create_state(jb.create_state(W), rngs=0)),
+        ("variables", lambda: jb.create_state(linen.Dense(3), variables={"a": {}})),
+        ("variables", lambda: jb.create_state(W, variables={"params": {}})),
+        ("tx", lambda: jb.create_state(W, jb.data_mesh())),
+        ("mesh", lambda: jb.create_state(W, optax.sgd(0.1), jax.devices())),
+        ("wrt", lambda: jb.create_state(W, wrt=nnx.PathContains("head"))),
         *(
-            (lambda model=model: jb.create_state(model), message)
-            for model, message in (
-                (
-                    {"net": Normalized()},
-                    r"is a dict with a Normalized.*Put modules into `nnx.Dict\(",
-                ),
-                ([Normalized()], "is a list with a Normalized, an NNX module"),
-                (nnx.state(Normalized()), "a State with a BatchStat, which would be"),
-                (
-                    nnx.Optimizer(Normalized(), optax.sgd(0.1), wrt=nnx.Param),
-                    "`model` is an nnx.Optimizer.* Pass the module",
-                ),
-                (
-                    FlaxTrainState.create(
-                        apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1)
-                    ),
-                    r"is a TrainState of Flax.*`create_state\(state.params, mesh=mesh",
-                ),
-                (
-                    {"params": {"w": jnp.ones(1)}, "counters": {"n": jnp.ones(1)}},
-                    r"collections \['counters'\].*variables=.\"counters\": variables.*"
-                    'If all are parameters, rename the key "params"',
-                ),
+            (
+                "model",
+                lambda x=x, y=sample: jb.create_state(x, optax.sgd(0.1), sample=y),
             )
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, wrt=lambda value: True),
-            "`wrt=.* is not a filter of NNX",
+            for x, sample in (
+                (linen.Sequential([linen.relu]), np.ones(3)),
+                (linen.Dense, None),
+                (None, None),
+                (lambda x: x, None),
+                ({"net": Normalized()}, None),
+                ([Normalized()], None),
+                (nnx.state(Normalized()), None),
+                (nnx.Optimizer(Normalized(), optax.sgd(0.1), wrt=nnx.Param), None),
+                (FLAX_STATE, None),
+                ({"params": {"w": jnp.ones(1)}, "counters": {}}, None),
+                ({"w": jnp.ones(1), "n": np.int32(3)}, None),
+            )
         ),
     ],
 )
-def test_wrong_models_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_arguments_are_refused(name, make):
+    with pytest.raises(ValueError, match=f"`{name}[=`]"):
         make()
+
+
+def test_scales_in_fp8_are_refused():
+    dense = linen.Dense(8, dot_general_cls=linen.Fp8DirectDotGeneralOp)
+    with pytest.raises(ValueError, match="`model` has .*fp8"):
+        jb.create_state(dense, sample=np.ones((4, 8), np.float32))
 
 
 # A second phase
@@ -371,7 +334,6 @@ def test_steps_refuse_a_state_of_another_library():
     mesh = jb.data_mesh(jax.devices()[:1])
     state = FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(())}, tx=tx)
     batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    message = "`state` is a flax.training.train_state.TrainState. The steps of jaxb"
 
     def loss_fn(model, batch, keys):
         return jnp.sum(batch.features["x"]), batch.num_tokens
@@ -381,7 +343,7 @@ def test_steps_refuse_a_state_of_another_library():
         jb.make_eval_step(loss_fn, mesh),
         jb.make_predict_step(lambda model, batch: {}, mesh),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="`state`"):
             step(state, batch)
 
 
@@ -394,7 +356,7 @@ def test_a_train_step_refuses_plain_parameters(accumulate):
         *(optax.sgd(0.1), mesh),
         accumulate=accumulate,
     )
-    with pytest.raises(ValueError, match="`state` is a builtins.dict. The steps of"):
+    with pytest.raises(ValueError, match="`state`"):
         step({"w": 0.0}, (batch,) if accumulate else batch)
 
 
@@ -543,23 +505,23 @@ SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(
-    ("of_state", "of_step", "message"),
+    ("of_state", "of_step"),
     [
-        (MOMENTUM, SGD, "another optimizer than the step.*but absent in"),
-        (SGD, MOMENTUM, "is missing, but of shape .* Pass the same `tx`"),
-        (None, SGD, "`state` has no optimizer. Make it with the one of the step"),
+        (MOMENTUM, SGD),
+        (SGD, MOMENTUM),
+        (None, MOMENTUM),
     ],
 )
-def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step, message):
+def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step):
     mesh = jb.data_mesh(jax.devices()[:1])
     batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
     step = jb.make_train_step(times(1.0), of_step, mesh)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="`state`"):
         step(jb.create_state({"w": 1.0}, of_state, mesh), batch)
 
 
 def test_a_step_needs_an_optimizer():
-    with pytest.raises(ValueError, match="`tx` is a NoneType. Pass an optimizer"):
+    with pytest.raises(ValueError, match="`tx`"):
         jb.make_train_step(times(1.0), None, jb.data_mesh())
 
 
@@ -580,34 +542,6 @@ def test_the_initial_state_may_depend_on_values_and_shardings(init):
     expected = jax.tree.map(float, state.opt_state)
     state, _ = jb.make_train_step(times(1.0), tx, mesh)(state, batch)
     assert jax.tree.map(float, state.opt_state) == expected
-
-
-def test_parameters_without_a_collection_are_named():
-    def loss(params, batch, keys):
-        y = linen.Dense(1).apply(params, batch.features["x"][..., None])
-        return jnp.sum(y), batch.num_tokens
-
-    mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(0.1)
-    params = {"kernel": jnp.ones((1, 1)), "bias": jnp.ones(1)}
-    state = jb.create_state({"Dense_0": params}, tx, mesh)
-    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=r"no collection 'params': \['Dense_0'\]"):
-        jb.make_train_step(loss, tx, mesh)(state, batch)
-
-
-def test_a_missing_collection_of_other_variables_is_that_of_flax():
-    norm = linen.BatchNorm(use_running_average=True)
-
-    def loss(params, batch, keys):
-        y = norm.apply({"params": params}, batch.features["x"][..., None])
-        return jnp.sum(y), batch.num_tokens
-
-    mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(0.1)
-    params = {"scale": jnp.ones(1), "bias": jnp.ones(1)}
-    state = jb.create_state(params, tx, mesh)
-    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
-    with pytest.raises(flax.errors.ScopeCollectionNotFound, match="batch_stats"):
-        jb.make_train_step(loss, tx, mesh)(state, batch)
 
 
 def test_a_filter_that_selects_nothing_shows_paths():

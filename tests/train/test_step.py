@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
-from jaxbucket.optim.precision import computes_in
-from jaxbucket.train.gradients import _cotangent_exponent, _power_of_two, gradient_sums
-from jaxbucket.train.loss import checked_loss, row_keys
+from jaxbucket.train.gradients import _cotangent_exponent, _power_of_two
+from jaxbucket.train.loss import call_loss
+from jaxbucket.train.modes import row_keys
 
 MODES = ["jit", "shard_map", "pmap"]
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -37,6 +37,7 @@ LAYOUTS = {
     "8": ((8,), ("data",), "data", False),
     "8-permuted": ((8,), ("data",), "data", True),
     "4x2-model": ((4, 2), ("data", "model"), "data", True),
+    "4x2": ((4, 2), ("data", "fsdp"), ("data", "fsdp"), True),
     "2x2x2": ((2, 2, 2), ("model", "a", "b"), ("b", "a"), True),
 }
 
@@ -772,7 +773,7 @@ def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
     assert state.params["w"] == 0.75 and state.params["w"].dtype == dtype
 
 
-@pytest.mark.parametrize("layout", [pytest.param("1", marks=EXHAUSTIVE), "4x2-model"])
+@pytest.mark.parametrize("layout", [pytest.param("1", marks=EXHAUSTIVE), "4x2"])
 @pytest.mark.parametrize("mode", only("pmap"))
 def test_a_float16_model_has_the_gradient_of_the_mean(mode, layout):
     model = nnx.Linear(1, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
@@ -802,31 +803,6 @@ def rows_in_float16(params, batch, keys):
     return jnp.sum(losses), batch.num_tokens
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", only("shard_map"))
-@pytest.mark.parametrize("accumulate", [True, pytest.param(False, marks=EXHAUSTIVE)])
-def test_mean_gradients_that_fit_into_float16_are_finite(accumulate, mode):
-    mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
-    step = jb.make_train_step(
-        rows_in_float16, tx, mesh, accumulate=accumulate, mode=mode, skip_nonfinite=True
-    )
-    for scale in (300, 1000, 30_000):
-        (batch,) = jb.sharding.prefetch_to_mesh([scaled_batch(scale)], mesh)
-        for dtype in (jnp.float16, jnp.float32):
-            params = {"w": jnp.asarray(1.0, dtype)}
-
-            def mean(params):
-                loss_sum, weight = rows_in_float16(params, scaled_batch(scale), None)  # noqa: B023
-                return loss_sum / weight.astype(jnp.float32)
-
-            want = jax.grad(mean)(params)["w"]
-            assert np.isfinite(want)
-            state = jb.create_state(params, tx, mesh)
-            _, metrics = step(state, (batch, batch) if accumulate else batch)
-            assert metrics["skipped"] == 0
-            np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-2)
-
-
 def scaled_batch(scale):
     """A batch of 2,047 ones, which is nearly twice a power of two."""
     examples = [{"x": np.ones(n, np.float32)} for n in [256] * 7 + [255]]
@@ -846,41 +822,11 @@ def test_infinite_mean_gradients_are_skipped():
     assert metrics["skipped"] == 1
 
 
-def test_only_float16_losses_are_differentiated_again():
-    def loss(params, batch, keys, dtype):
-        # The residuals do not reveal the dtype.
-        inside = jax.checkpoint(lambda w: jnp.sin(w.astype(dtype)).astype(jnp.float32))
-        return inside(params["w"]), batch.num_tokens
-
-    batch = jax.tree.map(jnp.asarray, scaled_batch(1))
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        state = jb.create_state({"w": jnp.float32(1)}, optax.sgd(0.1))
-        sums = gradient_sums(
-            functools.partial(loss, dtype=dtype), updates_variables=False
-        )
-        program = str(jax.make_jaxpr(lambda s, b: sums(s, b, None))(state, batch))  # noqa: B023
-        assert ("cond[" in program) == (dtype == jnp.float16)
-
-
-def test_dtypes_of_the_backward_pass_are_detected_in_any_callable():
-    def loss(w):
-        return jax.lax.scan(
-            lambda c, _: (c.astype(jnp.float16).astype(jnp.float32), None), w, None, 2
-        )[0]
-
-    loss_sum, pull_back = jax.vjp(loss, jnp.float32(1))
-    for backward in (pull_back, lambda cotangent: pull_back(cotangent)):
-        assert computes_in(jnp.float16, backward, loss_sum)
-        assert not computes_in(jnp.bfloat16, backward, loss_sum)
-
-
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
 )
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_half_precision_gradients_are_added_in_single_precision(mode, dtype):
-    """On a mesh with a model axis, XLA on CPUs cannot add up bfloat16."""
-
     # In half precision, adding ones to 2,048 has no effect.
     weights = np.array([2048, 0, *[1] * 6], np.float32)
 
@@ -889,14 +835,15 @@ def test_half_precision_gradients_are_added_in_single_precision(mode, dtype):
         y = jnp.broadcast_to(params["w"], local.shape).astype(jnp.float32)
         return jnp.sum(y * local), batch.num_tokens
 
-    mesh, _ = make_mesh("4x2-model")
+    mesh, axes = make_mesh("4x2")
     rows = [
         {**example, "weights": weight}
         for example, weight in zip(make_examples([1] * 8), weights, strict=True)
     ]
     batch = jb.data.collate_rows(rows, jb.Bucket(8, 1))
     params = {"w": jnp.asarray(1.0, dtype)}
-    _, metrics = run_batch(batch, mesh, loss=loss, params=params, mode=mode)
+    options = {"mode": mode, "batch_axes": axes}
+    _, metrics = run_batch(batch, mesh, loss=loss, params=params, **options)
     want = jnp.asarray(2054 / 8, dtype).astype(jnp.float32)
     assert metrics["grad_norm"] == want
 
@@ -923,7 +870,7 @@ def test_single_precision_gradients_equal_those_of_the_sum_bit_for_bit(
     def unscaled_sums(loss_fn, *, updates_variables):
         def sums(state, batch, keys):
             def loss(params):
-                loss_sum, sums, _ = checked_loss(loss_fn, params, batch, keys)
+                loss_sum, sums, _ = call_loss(loss_fn, params, batch, keys)
                 return loss_sum, sums
 
             return jax.grad(loss, has_aux=True)(state.params), {}
@@ -947,7 +894,7 @@ def test_the_cotangent_is_the_documented_power_of_two():
     random = np.exp2(rng.uniform(-120, 120, 500)) * rng.uniform(1, 2, 500)
     powers = np.exp2(np.arange(-126.0, 128))
     for dtype, most in ((jnp.float32, 126), (jnp.bfloat16, 126), (jnp.float16, 14)):
-        exponents = jax.vmap(lambda w, d=dtype: _cotangent_exponent(w, d, 0, 7))
+        exponents = jax.vmap(lambda w, d=dtype: _cotangent_exponent(w, d))
         weights = np.concatenate([random, powers]).astype(np.float32)
         floors = np.frexp(weights)[1] - 1
         want = np.clip(np.clip(floors, 0, 7) - floors, -most, most)
@@ -1018,15 +965,8 @@ def test_sums_in_half_precision_raise_a_warning(of_loss, of_weight, names):
 
     batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
     keys = jax.random.split(jax.random.key(0), 1)
-    with pytest.warns(UserWarning, match=f"{names} in half .*Sum in float32: `jnp.s"):
-        checked_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
-
-
-def test_a_parameter_that_cannot_be_differentiated_is_named():
-    params = make_params() | {"step": np.int32(3)}
-    batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=r"parameter \['step'\] of dtype int32, which"):
-        run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
+    with pytest.warns(UserWarning, match=f"{names} in half"):
+        call_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
 
 
 @pytest.mark.exhaustive
@@ -1137,7 +1077,7 @@ def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
     np.testing.assert_allclose(state.opt_state["a"], 1 / 4099, rtol=2e-2)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("2", marks=EXHAUSTIVE), "4x2-model"])
+@pytest.mark.parametrize("layout", [pytest.param("2", marks=EXHAUSTIVE), "4x2"])
 @pytest.mark.parametrize("mode", only("pmap"))
 def test_evaluation_over_an_epoch_adds_up_to_the_sum_over_examples(mode, layout):
     lengths = np.random.default_rng(2).integers(1, 17, 77)
@@ -1255,7 +1195,7 @@ def test_the_model_of_a_state_equals_the_original():
     assert isinstance(model, Net)
     assert_same_bits(model.as_params(), net.as_params())
     params = {"a": [np.ones(2, np.float32)], "b": (np.zeros((), np.int32),)}
-    assert_same_bits(jb.create_state(params, optax.sgd(0.1)).model, params)
+    assert_same_bits(jb.create_state(params).model, params)
 
 
 def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
@@ -1319,22 +1259,15 @@ def replicated_run():
 
 def test_pmap_refuses_a_state_that_is_sharded_already():
     mesh = jb.data_mesh(jax.devices()[:2])
-    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec("data")))
-    state = jb.create_state({"w": w}, optax.sgd(0.1), mesh)
+    params = make_params()
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    params["embedding"] = jax.device_put(params["embedding"], rows)
+    state = jb.create_state(params, optax.sgd(0.1), mesh)
     step = jb.make_train_step(loss_fn, optax.sgd(0.1), mesh, mode="pmap")
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(2, 2))
+    batch = jb.data.collate_rows(make_examples([2, 1]), jb.Bucket(2, 2))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-    with pytest.raises(ValueError, match=r"`state.params\['w'\]` is sharded, but with"):
+    with pytest.raises(ValueError, match="sharding"):
         step(state, batch)
-
-
-def test_pmap_refuses_a_sharded_state():
-    mesh = jb.data_mesh()
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
-        jb.make_train_step(
-            loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
-        )
 
 
 def test_pmap_donates_the_state():
@@ -1480,8 +1413,9 @@ def test_explicit_axes_are_named_if_the_loss_does_not_support_them(mode):
     if mode != "jit":
         step(state, batch)
         return
-    with pytest.raises(ValueError, match=r"`mesh` has axis types.*\(AxisType.Auto,\)"):
+    with pytest.raises(Exception) as caught:
         step(state, batch)
+    assert "`mesh` has axis types" in caught.value.__notes__[0]
 
 
 def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
@@ -1510,127 +1444,71 @@ def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
     assert sums[0] != sums[1]
 
 
-def test_a_loss_that_is_not_a_function_is_refused():
-    message = r"`loss_fn=3` is not a function.* function of \(model, batch, keys\)\."
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(3, optax.sgd(0.1), jb.data_mesh())  # pyright: ignore
-    with pytest.raises(ValueError, match=message):
-        jb.make_eval_step(3, jb.data_mesh())  # pyright: ignore
+SHARDED = NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data"))
 
 
-def test_an_unknown_mode_is_refused():
-    message = "`mode='pjit'`: choose 'jit', 'shard_map' or 'pmap'"
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
-    with pytest.raises(ValueError, match=message):
-        jb.make_eval_step(loss_fn, jb.data_mesh(), mode="pjit")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_unknown_axis_is_refused(mode):
-    message = r"`batch_axes='rows'`, but the mesh has axes \('data',\). Pass one"
-    options = {"mode": mode, "batch_axes": "rows"}
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
-    with pytest.raises(ValueError, match=message):
-        jb.make_eval_step(loss_fn, jb.data_mesh(), **options)
-
-
-BROKEN = {
-    "no-tuple": (
-        lambda total, weight: total,
-        r"returned a single array\. Return \(loss_sum, weight\), .* not means",
-    ),
-    "list": (
-        lambda total, weight: [total, weight],
-        r"returned a value of type list\. Return \(loss_sum, weight\)",
-    ),
-    "nothing": (
-        lambda total, weight: None,
-        r"returned a value of type NoneType\. Return \(loss_sum, weight\)",
-    ),
-    "too-short": (
-        lambda total, weight: (total,),
-        r"returned a tuple of length 1\. Return \(loss_sum, weight\)",
-    ),
-    "too-long": (
-        lambda total, weight: (total, weight, {}, {}, 1),
-        r"returned a tuple of length 5\. Return \(loss_sum, weight\)",
-    ),
-    "integer-loss": (
-        lambda total, weight: (weight, weight),
-        r"returned 'loss_sum' as int32\. Return a float",
-    ),
-    "loss-by-row": (
-        lambda total, weight: (total * jnp.ones(3), weight),
-        r"returned 'loss_sum' with shape \[3\]\. Sum it to a scalar",
-    ),
-    "weight-by-row": (
-        lambda total, weight: (total, jnp.ones((2, 1))),
-        r"returned 'weight' with shape \[2, 1\]\. Sum it to a scalar",
-    ),
-    "sum-by-row": (
-        lambda total, weight: (total, weight, {"correct": jnp.ones(4)}),
-        r"returned 'correct' with shape \[4\]\. Sum it to a scalar",
-    ),
-    "constant-loss": (
-        lambda total, weight: (1.5, weight),
-        r"returned 'loss_sum' as float\. Return a scalar jax.Array",
-    ),
-    "constant-weight": (
-        lambda total, weight: (total, 8),
-        r"returned 'weight' as int\. Return a scalar jax.Array, a sum over the batch",
-    ),
-    "no-weight": (
-        lambda total, weight: (total, None),
-        r"returned 'weight' as NoneType\. Return a scalar jax.Array",
-    ),
-    "constant-sum": (
-        lambda total, weight: (total, weight, {"rows": np.float32(2)}),
-        r"returned 'rows' as float32\. Return a scalar jax.Array",
-    ),
-    "nested-sum": (
-        lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
-        r"returned 'tasks' as dict\. Return a scalar jax.Array",
-    ),
-    "sums-list": (
-        lambda total, weight: (total, weight, [weight]),
-        r"returned `sums` as list\. Return a dict",
-    ),
-    "mean-twice": (
-        lambda total, weight: (total, weight, {"loss": total}),
-        r"\['loss'\], which are reserved for the metrics of the step. Rename",
-    ),
-    "name-twice": (
-        lambda total, weight: (total, weight, {"weight": weight, "mine": weight}),
-        r"\['weight'\], which are reserved for the metrics of the step. Rename",
-    ),
-    "names-twice": (
-        lambda total, weight: (
-            *(total, weight),
-            dict.fromkeys(("num_tokens", "num_examples", "loss_sum"), weight),
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("loss_fn", {"loss_fn": 3}),
+        ("mode", {"mode": "pjit"}),
+        *(("batch_axes", {"batch_axes": "rows", "mode": mode}) for mode in MODES),
+        ("mesh", {"mesh": "mesh"}),
+        ("tx", {"tx": None}),
+        *(("seed", {"seed": seed}) for seed in (-1, 2**63, 1.5, None)),
+        *(("accumulate", {"accumulate": x}) for x in (4, "no", None)),
+        ("state_sharding", {"mode": "pmap", "state_sharding": SHARDED}),
+        *(
+            ("batch_axes", {"mode": "pmap", "mesh": make_mesh(x)[0], "batch_axes": y})
+            for x, y in (("4x2", "data"), ("4x2", ("fsdp", "data")))
         ),
-        r"\['loss_sum', 'num_examples', 'num_tokens'\], which are .* Rename",
-    ),
+    ],
+)
+def test_wrong_options_are_refused(name, options):
+    good = {"loss_fn": loss_fn, "tx": optax.sgd(0.1), "mesh": jb.data_mesh()}
+    with pytest.raises(ValueError, match=f"`{name}[=`]"):
+        jb.make_train_step(**{**good, **options})
+    if options.keys() <= {"loss_fn", "mesh", "mode", "batch_axes"}:
+        good.pop("tx")
+        with pytest.raises(ValueError, match=f"`{name}[=`]"):
+            jb.make_eval_step(**{**good, **options})
+
+
+# What a loss must not return, given its loss sum and its weight.
+BROKEN = {
+    "no-tuple": lambda total, weight: total,
+    "list": lambda total, weight: [total, weight],
+    "nothing": lambda total, weight: None,
+    "too-short": lambda total, weight: (total,),
+    "too-long": lambda total, weight: (total, weight, {}, {}, 1),
+    "integer-loss": lambda total, weight: (weight, weight),
+    "loss-by-row": lambda total, weight: (total * jnp.ones(3), weight),
+    "weight-by-row": lambda total, weight: (total, jnp.ones((2, 1))),
+    "bool": lambda total, weight: (total, weight, {"any": weight > 0}),
+    "constant-loss": lambda total, weight: (1.5, weight),
+    "constant-weight": lambda total, weight: (total, 8),
+    "constant-sum": lambda total, weight: (total, weight, {"rows": np.float32(2)}),
+    "nested-sum": lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
+    "sums-list": lambda total, weight: (total, weight, [weight]),
+    "mean-twice": lambda total, weight: (total, weight, {"loss": total}),
 }
 
 
-@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
-    to_result, message = BROKEN[case]
-
+def test_a_loss_that_breaks_the_contract_is_refused(case):
     def broken(params, batch, keys):
-        return to_result(*loss_fn(params, batch, keys)[:2])
+        return BROKEN[case](*loss_fn(params, batch, keys)[:2])
 
     mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     state = jb.create_state(make_params(), tx, mesh)
-    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
-        jb.make_train_step(broken, tx, mesh, mode=mode)(state, batch)
-    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
-        jb.make_eval_step(broken, mesh, mode=mode)(state, batch)
+    for step in (
+        jb.make_train_step(broken, tx, mesh, mode="shard_map"),
+        jb.make_eval_step(broken, mesh),
+    ):
+        with pytest.raises(ValueError, match="`loss_fn`"):
+            step(state, batch)
 
 
 def test_the_original_model_is_not_donated():
@@ -1669,16 +1547,10 @@ def test_x64_works_with_strict_promotion(mode):
 
 
 def test_seeds_that_agree_in_32_bits_have_different_keys():
-    from jaxbucket.train.loss import row_keys
+    from jaxbucket.train.modes import row_keys
 
     a, b = (jax.random.key_data(row_keys(s, 0, 2)) for s in (5, 2**40 + 5))
     assert not np.array_equal(a, b)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
-def test_a_seed_out_of_range_is_refused(seed):
-    with pytest.raises(ValueError, match=f"`seed={seed}`"):
-        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
 
 
 def test_an_optimizer_that_drops_extra_arguments_is_named():
@@ -1712,14 +1584,6 @@ def test_an_average_that_overflows_is_skipped(mode):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-def test_linen_batch_statistics_are_refused():
-    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
-    with pytest.raises(
-        ValueError, match="`model` has the collections .*batch_stats.*, which would be"
-    ):
-        jb.create_state(variables, optax.sgd(0.1))
-
-
 def test_the_norm_of_complex_gradients_is_real():
     from jaxbucket.train.update import _norm
 
@@ -1745,14 +1609,6 @@ def test_packed_examples_are_counted_individually():
     assert metrics["num_examples"] == 4 and metrics["num_tokens"] == 9
 
 
-@pytest.mark.parametrize("accumulate", [4, "no", None])
-def test_accumulate_is_a_bool(accumulate):
-    mesh = jb.data_mesh(jax.devices()[:1])
-    message = f"`accumulate={accumulate!r}` must be True or False"
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(None, optax.sgd(0.1), mesh, accumulate=accumulate)
-
-
 @pytest.mark.parametrize("mode", only("jit"))
 def test_micro_batches_need_accumulate(mode):
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
@@ -1761,13 +1617,7 @@ def test_micro_batches_need_accumulate(mode):
     state = jb.create_state(make_params(), tx, mesh)
     (micro_batches,) = jb.sharding.prefetch_to_mesh([(batch, batch)], mesh)
     for kind in (tuple, list):
-        message = f"`batch` is a {kind.__name__}, .* Pass `accumulate=True` to `make_"
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(ValueError, match="`batch`.*`accumulate=True`"):
             step(state, kind(micro_batches))
     state, _ = step(state, micro_batches[0])
     assert state.step == 1
-
-
-def test_create_state_refuses_a_mesh_that_is_not_one():
-    with pytest.raises(ValueError, match="`mesh` is a str, not a mesh. Make one with"):
-        jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")
