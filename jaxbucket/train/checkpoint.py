@@ -93,8 +93,9 @@ class Checkpoints:
         otherwise wait forever for its part of the checkpoint.
 
     Raises:
-      ValueError: if `keep` is not positive, the directory cannot be created, or some
-        processes do not see the files that process 0 writes there.
+      ValueError: if `keep` is not positive, or some processes do not see the files that
+        process 0 writes in the directory.
+      OSError: if the directory cannot be created.
     """
 
     def __init__(
@@ -105,13 +106,7 @@ class Checkpoints:
         processes: Processes | None = None,
     ):
         self._directory = epath.Path(directory).expanduser().absolute()
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"`directory={str(directory)!r}` cannot be created: {error}. Choose a "
-                "different one."
-            ) from None
+        self._directory.mkdir(parents=True, exist_ok=True)
         self._processes = processes
         if processes is not None:
             self._check_shared(processes)
@@ -239,8 +234,9 @@ class Checkpoints:
         Raises:
           ValueError: if the state contains anything but arrays and numbers, or two
             leaves with the same name; if the directory has checkpoints of a different
-            run, or another run is saving there; if the step is before the newest
-            checkpoint; or if `extra` is not JSON serializable.
+            run, or another run is saving there; or if the step is before the newest
+            checkpoint.
+          TypeError: if `extra` is not JSON serializable.
           OSError: if the previous checkpoint could not be written.
         """
         check_can_be_saved(state)
@@ -258,13 +254,8 @@ class Checkpoints:
                 f"`position.step={position.step}` is before step {newest}, the newest "
                 f"checkpoint in {self._directory}. Choose a different directory."
             )
-        try:
-            text = json.dumps(dict(extra or {}), allow_nan=False)
-            values: dict[str, Any] = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`extra` is not JSON serializable: {error}. Convert or remove it."
-            ) from None
+        # Orbax would find out in the background that a value is not serializable.
+        values = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
         self._clear_half_written()
         self._last = position.step
         self._saving = threading.get_ident()

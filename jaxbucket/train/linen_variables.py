@@ -25,13 +25,19 @@ def init_linen(
       module: the module.
       sample: the argument of the module, or a tuple of its positional arguments.
         Arrays and `jax.ShapeDtypeStruct`s stand for zeros of their shape and dtype.
-      rngs: a key, or a dict of keys.
+      rngs: a key, or a dict of keys; None for `jax.random.key(0)`.
       mesh: the mesh on which the variables are created. They are sharded as
         `linen.with_partitioning` says, and replicated otherwise.
 
     Raises:
-      ValueError: if the module has no parameters.
+      ValueError: if there is no sample, or the module has no parameters.
     """
+    if sample is None:
+        raise ValueError(
+            f"`sample` is needed to initialize {type(module).__name__}, a Linen "
+            'module. Pass `batches.specs[bucket].features["tokens"]`, for instance.'
+        )
+    rngs = jax.random.key(0) if rngs is None else rngs
     # A `Batch` is a tuple, too.
     args = sample if type(sample) is tuple else (sample,)
 

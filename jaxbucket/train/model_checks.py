@@ -51,8 +51,13 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
 
 
-def check_plain(params: Any) -> None:
+def check_plain(params: Any, variables: Mapping[str, Any] | None) -> None:
     """Raises a ValueError unless a model is a tree of parameters and nothing else."""
+    if "params" in (variables or ()):
+        raise ValueError(
+            '`variables` has the collection "params". Pass the other ones, such as '
+            '{"batch_stats": ...}.'
+        )
     is_nnx = (nnx.Module, nnx.Variable)
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, is_nnx))
     for leaf in leaves:

@@ -138,32 +138,7 @@ def create_state(
         check_optimizer(tx)
     if mesh is not None:
         check_mesh(mesh)
-    if isinstance(model, TrainState):
-        check_unused("a state", sample=sample, rngs=rngs, variables=variables)
-        model, variables = _model_and_variables(model)
-    if isinstance(model, nnx.Module):
-        check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
-        parts = _parts_of_nnx(model, wrt)
-    elif isinstance(model, linen.Module):
-        check_unused("a Linen module", variables=variables)
-        if sample is None:
-            raise ValueError(
-                f"`sample` is needed to initialize {type(model).__name__}, a Linen "
-                'module. Pass `batches.specs[bucket].features["tokens"]`, for instance.'
-            )
-        rngs = jax.random.key(0) if rngs is None else rngs
-        others = init_linen(model, sample, rngs, mesh)
-        parts = _Parts(*_split(others.pop("params"), wrt), others)
-    else:
-        check_unused("plain parameters", sample=sample, rngs=rngs)
-        check_plain(model)
-        if "params" in (variables or ()):
-            raise ValueError(
-                '`variables` has the collection "params". Pass the other ones, such '
-                'as {"batch_stats": ...}.'
-            )
-        others = () if variables is None else unfreeze(dict(variables))
-        parts = _Parts(*_split(_as_arrays(model), wrt), _as_arrays(others))
+    parts = _parts(model, mesh, sample, rngs, variables, wrt)
     check_variables(parts.variables)
     if wrt is not None and not jax.tree.leaves(parts.params):
         raise _nothing_selected(wrt, parts.frozen)
@@ -193,20 +168,32 @@ class _Parts(NamedTuple):
     graphdef: Any = None
 
 
-def _parts_of_nnx(model: nnx.Module, wrt: Any) -> _Parts:
-    # A filter of a path also selects variables that are not parameters.
-    trained = nnx.Param if wrt is None else nnx.All(nnx.Param, wrt)
-    graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
-    params, frozen, others = map(_as_arrays, states)
-    return _Parts(params, frozen, others, graphdef)
-
-
-def _model_and_variables(state: TrainState) -> tuple[Any, Any]:
-    """Returns the model of a state, and its collections of variables."""
-    model = state.model
-    if isinstance(state.variables, dict):
-        return model["params"], state.variables
-    return model, None
+def _parts(
+    model: Any, mesh: Mesh | None, sample: Any, rngs: Any, variables: Any, wrt: Any
+) -> _Parts:
+    """Returns the parts of a model of any kind; the arguments of `create_state`."""
+    if isinstance(model, TrainState):
+        check_unused("a state", sample=sample, rngs=rngs, variables=variables)
+        state, model = model, model.model
+        if isinstance(state.variables, dict):
+            model, variables = model["params"], state.variables
+    if isinstance(model, nnx.Module):
+        check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
+        # A filter of a path also selects variables that are not parameters.
+        trained = nnx.Param if wrt is None else nnx.All(nnx.Param, wrt)
+        graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
+        params, frozen, others = map(_as_arrays, states)
+        return _Parts(params, frozen, others, graphdef)
+    if isinstance(model, linen.Module):
+        check_unused("a Linen module", variables=variables)
+        others = init_linen(model, sample, rngs, mesh)
+        params = others.pop("params")
+    else:
+        check_unused("plain parameters", sample=sample, rngs=rngs)
+        check_plain(model, variables)
+        others = () if variables is None else _as_arrays(unfreeze(dict(variables)))
+        params = _as_arrays(model)
+    return _Parts(*_split(params, wrt), others)
 
 
 def checked_state(state: Any) -> TrainState:

@@ -404,16 +404,11 @@ def test_a_failed_write_is_reported_and_can_be_retried(dataset, tmp_path):
     checkpoints.close()
 
 
-def test_extra_values_that_are_not_json_are_refused(dataset, tmp_path):
+@pytest.mark.parametrize("value", [jnp.ones(3), float("nan")])
+def test_extra_values_that_are_not_json_are_refused(dataset, tmp_path, value):
     with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="`extra` is not JSON.*type Array"):
-            checkpoints.save(
-                {"w": jnp.ones(3)}, dataset.position(1), {"loss": jnp.ones(3)}
-            )
-        with pytest.raises(ValueError, match="`extra` is not JSON.*not JSON compl"):
-            checkpoints.save(
-                {"w": jnp.ones(3)}, dataset.position(1), {"loss": float("nan")}
-            )
+        with pytest.raises((TypeError, ValueError), match="JSON"):
+            checkpoints.save({"w": jnp.ones(3)}, dataset.position(1), {"loss": value})
         assert checkpoints.latest_step is None
 
 
@@ -552,13 +547,6 @@ def test_restoring_without_a_checkpoint_is_refused(tmp_path):
     with jb.Checkpoints(tmp_path / "new") as checkpoints:
         with pytest.raises(ValueError, match="There is no checkpoint in .*new"):
             checkpoints.restore({"w": jnp.ones(3)})
-
-
-@pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_file_as_directory_is_refused(tmp_path, folder):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="`directory="):
-        jb.Checkpoints(tmp_path / folder)
 
 
 def test_keep_must_be_positive(tmp_path):

@@ -59,72 +59,6 @@ def sample_of(batches):
     return batch.features["x"], batch.mask
 
 
-def resnet_loss(variables, batch, keys):
-    y, new = ResNet().apply(
-        variables,
-        batch.features["x"],
-        batch.mask,
-        keys is not None,
-        mutable=["batch_stats"],
-    )
-    losses = jnp.square(y - batch.features["y"])
-    return jnp.sum(losses, where=batch.mask), batch.num_tokens, {}, new
-
-
-class BatchStatsTrainState(FlaxTrainState):
-    batch_stats: dict
-
-
-@pytest.mark.exhaustive
-def test_a_linen_model_trains_alike_by_the_library_and_by_an_own_step():
-    mesh = jb.data_mesh()
-    batches = make_batches(mesh)
-    tx = optax.adam(3e-3)
-    model = ResNet()
-    state = jb.create_state(model, tx, mesh, sample=sample_of(batches))
-    step = jb.compile_steps(
-        jb.make_train_step(resnet_loss, tx, mesh), state, batches.specs
-    )
-    own_state = jb.sharding.replicate(
-        BatchStatsTrainState.create(
-            apply_fn=model.apply,
-            params=state.params,
-            tx=tx,
-            batch_stats=state.variables["batch_stats"],
-        ),
-        mesh,
-    )
-
-    def own_step(state, batch):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            total, weight, _, new = resnet_loss(variables, batch, ())
-            return total / weight, new
-
-        (loss, new), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
-        return state, loss
-
-    replicated = NamedSharding(mesh, PartitionSpec())
-    own = jb.compile_steps(
-        jax.jit(own_step, donate_argnums=0, out_shardings=replicated),
-        own_state,
-        batches.specs,
-    )
-    for batch in batches:
-        state, metrics = step(state, batch)
-        own_state, loss = own(own_state, batch)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
-    assert len(batches) > 5
-    for ours, theirs in (
-        (state.variables["batch_stats"], own_state.batch_stats),
-        (state.params, own_state.params),
-    ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ours, theirs
-        )
-
-
 def test_a_linen_module_is_initialized_like_by_itself():
     mesh = jb.data_mesh()
     sample = sample_of(make_batches(mesh))
@@ -347,19 +281,6 @@ def test_steps_refuse_a_state_of_another_library():
             step(state, batch)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_train_step_refuses_plain_parameters(accumulate):
-    mesh = jb.data_mesh(jax.devices()[:1])
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    step = jb.make_train_step(
-        lambda model, batch, keys: (jnp.sum(batch.features["x"]), batch.num_tokens),
-        *(optax.sgd(0.1), mesh),
-        accumulate=accumulate,
-    )
-    with pytest.raises(ValueError, match="`state`"):
-        step({"w": 0.0}, (batch,) if accumulate else batch)
-
-
 # Training a part of the parameters
 
 
@@ -456,42 +377,6 @@ def test_a_path_and_a_value_select_parameters():
 
 
 # Loss scales
-
-
-@pytest.mark.parametrize(
-    ("mode", "accumulate"),
-    [
-        ("jit", False),
-        ("shard_map", True),
-        pytest.param("pmap", True, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_loss_scale_prevents_underflow(mode, accumulate):
-    def scaled(scale):
-        def loss(params, batch, keys):
-            x = (params["w"] * batch.features["x"]).astype(jnp.float16)
-            # Not a constant, because the compiler would multiply constants first.
-            tiny = (batch.features["x"] * 2.0**-14).astype(jnp.float16)
-            y = (x * tiny * tiny).astype(jnp.float32)
-            return scale * jnp.sum(y, where=batch.mask) / 4, batch.num_tokens
-
-        return loss
-
-    mesh = jb.data_mesh(jax.devices()[:2])
-    rows = [{"x": np.ones(4, np.float32)}] * 2
-    local = jb.data.collate_rows(rows, jb.Bucket(2, 4))
-    (batch,) = jb.sharding.prefetch_to_mesh([local], mesh)
-    norms = []
-    for scale in (1.0, 2.0**16):
-        tx = optax.chain(optax.scale(1 / scale), optax.sgd(2.0**-10))
-        state = jb.create_state({"w": np.float32(1)}, tx, mesh)
-        step = jb.make_train_step(
-            scaled(scale), tx, mesh, mode=mode, accumulate=accumulate
-        )
-        _, metrics = step(state, (batch, batch) if accumulate else batch)
-        norms.append(float(metrics["grad_norm"]) / scale)
-    # Without a scale, a gradient of 2**-30 per token is 0 in float16.
-    assert norms == [0, 2.0**-30]
 
 
 def times(factor):
