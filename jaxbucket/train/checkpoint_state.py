@@ -14,7 +14,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.tree_util import keystr
 
-from jaxbucket.train.model_checks import is_absent
 from jaxbucket.train.state import TrainState
 
 _State = TypeVar("_State")
@@ -70,7 +69,7 @@ def find_difference(metadata: Any, state: Any) -> str | None:
         is not compared.
     """
     saved, wanted = _by_name(metadata), _by_name(_abstract(state))
-    if isinstance(state, TrainState) and is_absent(state.opt_state):
+    if isinstance(state, TrainState) and not state.has_optimizer:
         saved = {x: y for x, y in saved.items() if not x.startswith("opt_state.")}
     # Parameters come first, because differences in the optimizer state follow from
     # them.

@@ -17,8 +17,7 @@ from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (
     Values,
     by_path,
-    call_unchanged,
-    values_after,
+    call_model,
     warn_if_not_returned,
 )
 
@@ -89,18 +88,17 @@ def _loss(
 ) -> tuple[jax.Array, tuple[Metrics, Values]]:
     """Returns the loss sum of some parameters, its sums and the new variables."""
 
-    def call(state: TrainState) -> tuple[tuple[jax.Array, Metrics], Values]:
-        model = state.model
+    def call(model: Any) -> tuple[tuple[jax.Array, Metrics], Any]:
         loss_sum, sums, returned = call_loss(loss_fn, model, batch, keys)
         warn_if_not_returned(state.variables, returned)
-        return (loss_sum, sums), values_after(state.variables, model, returned)
+        return (loss_sum, sums), returned
 
     state = dataclasses.replace(state, params=params)
     if not updates_variables:
-        (loss_sum, sums), _ = call_unchanged(call, state, _NEEDS_JIT)
+        (loss_sum, sums), _ = call_model(call, state, _NEEDS_JIT)
         return loss_sum, (sums, {})
-    (loss_sum, sums), new = call_unchanged(
-        call, state, _PARAMETER_REMEDY, parts=("params", "frozen")
+    (loss_sum, sums), new = call_model(
+        call, state, _PARAMETER_REMEDY, fixed=("params", "frozen")
     )
     return loss_sum, (sums, {path: new[path] for path in by_path(state.variables)})
 

@@ -24,33 +24,6 @@ def check_optimizer(tx: Any) -> None:
         )
 
 
-def check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
-    """Raises a ValueError if a state was made with another optimizer."""
-    try:
-        initial = jax.eval_shape(tx.init, params)
-    except Exception:
-        # The initial state depends on the values or the shardings of the parameters, so
-        # its structure is not known.
-        return
-    if _shapes(opt_state) != _shapes(initial):
-        raise ValueError(
-            "`state` was made without an optimizer, or with another one than the step. "
-            "Pass the same `tx` to `create_state(model, tx, mesh)` and "
-            "`make_train_step`."
-        )
-
-
-def is_absent(opt_state: Any) -> bool:
-    """Returns whether a state has no optimizer."""
-    # Empty states of optax are instances of subclasses.
-    return type(opt_state) is tuple and not opt_state
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
-
-
 def check_plain(params: Any, variables: Mapping[str, Any] | None) -> None:
     """Raises a ValueError unless a model is a tree of parameters and nothing else."""
     if "params" in (variables or ()):

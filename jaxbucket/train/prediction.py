@@ -21,12 +21,7 @@ from jaxbucket.data.uncollate import unbatch
 from jaxbucket.sharding import DATA_AXIS, Axes, prefetch
 from jaxbucket.train.modes import Mode, checked_axes, jit_step, over_rows
 from jaxbucket.train.state import TrainState, checked_state
-from jaxbucket.train.variables import (
-    EVALUATION_REMEDY,
-    Values,
-    call_unchanged,
-    values_after,
-)
+from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
 
 Outputs: TypeAlias = Mapping[str, jax.Array]
 PredictFn: TypeAlias = Callable[[Any, Batch], Outputs]
@@ -76,12 +71,11 @@ def make_predict_step(
     axes = checked_axes(mesh, mode, batch_axes)
 
     def on_rows(state: TrainState, batch: Batch) -> Batch:
-        def call(state: TrainState) -> tuple[Any, Values]:
-            model = state.model
-            outputs = predict_fn(model, batch)
-            return outputs, values_after(state.variables, model, None)
-
-        outputs, _ = call_unchanged(call, checked_state(state), EVALUATION_REMEDY)
+        outputs, _ = call_model(
+            lambda model: (predict_fn(model, batch), None),
+            checked_state(state),
+            EVALUATION_REMEDY,
+        )
         _check_outputs(outputs, batch.bucket.batch_size)
         return batch._replace(features=dict(outputs))
 
@@ -165,7 +159,8 @@ def _checked_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
     """Returns the indices of all batches, which have each example once."""
     start, stop = batches.start_step, batches.start_step + len(batches)
     # First, so that the error below is raised in all processes or in none.
-    if jax.process_count() > 1:
+    owners = {device.process_index for device in batches.mesh.devices.flat}
+    if 1 < len(owners) == jax.process_count():
         position = repr((batches.position(start).to_dict(), stop))
         digits = np.frombuffer(digest(position.encode()).encode(), np.uint8)
         if np.ptp(multihost_utils.process_allgather(digits), axis=0).any():

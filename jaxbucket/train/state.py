@@ -72,6 +72,12 @@ class TrainState:
             return params
         return {"params": params, **self.variables}
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the state was made with an optimizer, to be trained."""
+        # Empty states of optax are instances of subclasses.
+        return type(self.opt_state) is not tuple or bool(self.opt_state)
+
 
 def create_state(
     model: Any,

@@ -19,12 +19,7 @@ from jaxbucket.train.model_checks import check_optimizer
 from jaxbucket.train.modes import Mode, checked_axes, jit_step, sum_over_batch
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.update import updater
-from jaxbucket.train.variables import (
-    EVALUATION_REMEDY,
-    Values,
-    call_unchanged,
-    values_after,
-)
+from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
 
 
 def make_train_step(
@@ -190,12 +185,11 @@ def make_eval_step(
     axes = checked_axes(mesh, mode, batch_axes)
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def call(state: TrainState) -> tuple[Metrics, Values]:
-            model = state.model
-            _, sums, returned = call_loss(loss_fn, model, batch, keys)
-            return sums, values_after(state.variables, model, returned)
-
-        sums, _ = call_unchanged(call, checked_state(state), EVALUATION_REMEDY)
+        sums, _ = call_model(
+            lambda model: call_loss(loss_fn, model, batch, keys)[1:],
+            checked_state(state),
+            EVALUATION_REMEDY,
+        )
         return sums, ()
 
     global_sums = sum_over_batch(local_sums, mesh, mode, axes, seed=None)

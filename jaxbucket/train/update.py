@@ -14,7 +14,6 @@ import optax
 from jaxbucket.optim.precision import at_least_float32
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.loss import Metrics, mean_metrics
-from jaxbucket.train.model_checks import check_state_of
 from jaxbucket.train.state import TrainState
 from jaxbucket.train.variables import Values, with_values
 
@@ -33,7 +32,7 @@ def updater(
     def update(
         state: TrainState, grads: Any, sums: Metrics, variables: Values
     ) -> tuple[TrainState, Metrics]:
-        check_state_of(tx, state.params, state.opt_state)
+        _check_state_of(tx, state.params, state.opt_state)
         metrics = mean_metrics(sums)
         grads = _mean_gradients(grads, sums["weight"], state.params)
         updates, opt_state = tx.update(
@@ -62,6 +61,27 @@ def updater(
         return dataclasses.replace(new, step=state.step + 1), metrics
 
     return update
+
+
+def _check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
+    """Raises a ValueError if a state was made with another optimizer."""
+    try:
+        initial = jax.eval_shape(tx.init, params)
+    except Exception:
+        # The initial state depends on the values or the shardings of the parameters, so
+        # its structure is not known.
+        return
+    if _shapes(opt_state) != _shapes(initial):
+        raise ValueError(
+            "`state` was made without an optimizer, or with another one than the step. "
+            "Pass the same `tx` to `create_state(model, tx, mesh)` and "
+            "`make_train_step`."
+        )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
 
 
 def _mean_gradients(grads: Any, weight: jax.Array, params: Any) -> Any:

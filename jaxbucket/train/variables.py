@@ -74,37 +74,43 @@ def _type_name(value: Any) -> str:
     return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
 
 
-def call_unchanged(
-    call: Callable[[TrainState], tuple[_Result, Values]],
+def call_model(
+    fn: Callable[[Any], tuple[_Result, Any]],
     state: TrainState,
     remedy: str,
     *,
-    parts: tuple[str, ...] = ("params", "frozen", "variables"),
+    fixed: tuple[str, ...] = ("params", "frozen", "variables"),
 ) -> tuple[_Result, Values]:
-    """Returns the results of a function that may not change parts of a state.
+    """Returns the result of a function of a model, and the variables after it, by path.
 
     Args:
-      call: `state -> (result, values_after(...))`. It is traced again if a value may
+      fn: `model -> (result, returned variables)`. It is traced again if a value may
         have been passed on, as by `nnx.remat`.
-      state: the state before the call.
+      state: the state of the model.
       remedy: the end of the message.
-      parts: the parts of the state that may not change.
+      fixed: the parts of the state that may not change.
 
     Raises:
       ValueError: if one of them has changed.
     """
+
+    def call(state: TrainState) -> tuple[_Result, Values]:
+        model = state.model
+        result, returned = fn(model)
+        return result, values_after(state.variables, model, returned)
+
     result, new = call(state)
     if state.graphdef is None:
         # Only an NNX model can assign its parameters.
-        parts = tuple(name for name in parts if name == "variables")
-    trees = [getattr(state, name) for name in parts]
+        fixed = tuple(name for name in fixed if name == "variables")
+    trees = [getattr(state, name) for name in fixed]
     old = [pair for tree in trees for pair in by_path(tree).items()]
     if all(new[path] is value for path, value in old):
         return result, new
     leaves, structure = jax.tree.flatten(trees)
 
     def values(leaves: Sequence[Any]) -> list[Any]:
-        given = zip(parts, jax.tree.unflatten(structure, leaves), strict=True)
+        given = zip(fixed, jax.tree.unflatten(structure, leaves), strict=True)
         _, after = call(dataclasses.replace(state, **dict(given)))
         return [after[path] for path, _ in old]
 

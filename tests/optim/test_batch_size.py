@@ -558,18 +558,6 @@ def test_a_skipped_update_keeps_averages_and_advances_schedules(name):
 # Among other transformations
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_it_works_under_multi_steps():
-    inner = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
-    multi = optax.MultiSteps(inner, every_k_schedule=2)
-    grads = jnp.ones(())
-    state, applied = multi.init(grads), []
-    for size in (16, 16, 64, 64):
-        update, state = multi.update(grads, state, grads, num_examples=size)
-        applied.append(float(update))
-    assert applied == [0, -2, 0, -4]
-
-
 def test_nnx_optimizer_forwards_the_size():
     model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     before = np.asarray(model.bias.get_value())
@@ -716,14 +704,6 @@ def test_a_rule_must_return_one_number(result):
 # Precision, and steps that are skipped
 
 
-def test_a_factor_may_exceed_half_precision():
-    tx = jb.scale_by_batch_size(base_examples=1, rule="linear")
-    updates, _ = tx.update(
-        jnp.full(2, 1e-3, jnp.float16), tx.init(0), num_examples=2**17
-    )
-    np.testing.assert_allclose(updates, 2**17 * 1e-3, rtol=1e-3)
-
-
 @pytest.mark.skipif(
     tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7),
     reason="optax does not advance the schedule",
@@ -763,16 +743,3 @@ def test_wrappers_that_count_are_restored_completely_if_skipped(wrap):
     _, new = tx.update(params, state, params)
     restored = skip_where(jnp.asarray(True), new, state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_hyperparam_dtype_supports_half_precision_parameters():
-    adamw = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
-    tx = adamw(learning_rate=jb.scale_schedule(1e-2, base_examples=4))
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(params)
-    for _ in range(3):
-        updates, state = tx.update(params, state, params, num_examples=5)
-        assert np.isfinite(updates["w"].astype(np.float32)).all()
-    rate = learning_rate_metrics(state)["learning_rate"]
-    np.testing.assert_allclose(rate, 1e-2 * np.sqrt(1.25), rtol=1e-6)

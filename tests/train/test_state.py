@@ -102,38 +102,6 @@ def test_a_partitioned_linen_module_is_sharded():
     assert state.params["bias"].sharding.is_fully_replicated
 
 
-class Sowing(linen.Module):
-    """Records losses in each call, and has a variable that is a tuple."""
-
-    @linen.compact
-    def __call__(self, x):
-        x = linen.Dropout(0.5, deterministic=False)(linen.Dense(2)(x))
-        self.sow("losses", "balance", jnp.sum(x))
-        self.sow(
-            *("total", "balance", jnp.float32(5)),
-            reduce_fn=lambda a, b: a + b,
-            init_fn=lambda: jnp.float32(0),
-        )
-        carry = self.variable("carry", "of_cell", lambda: (jnp.zeros(2), jnp.zeros(3)))
-        self.sow("carry", "seen", jnp.sum(x))
-        return x + carry.value[0]
-
-
-def test_values_that_a_linen_module_records_are_not_variables():
-    state = jb.create_state(Sowing(), sample=np.ones((1, 3), np.float32))
-    assert jax.tree.map(jnp.shape, state.variables) == {
-        "carry": {"of_cell": ((2,), (3,))}
-    }
-    _, new = Sowing().apply(
-        state.model,
-        np.ones((1, 3), np.float32),
-        rngs={"dropout": jax.random.key(0)},
-        mutable=["losses", "total"],
-    )
-    assert len(new["losses"]["balance"]) == 1
-    assert new["total"]["balance"] == 5
-
-
 def test_a_sample_may_have_random_keys():
     class Noisy(linen.Module):
         @linen.compact
