@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbucket.base.checks import check_float
-from jaxbucket.optim.precision import at_least_float32
-from jaxbucket.optim.scaling_rules import BatchScaling, Rule
+from jaxbucket.optim.scaling_rules import BatchScaling, Rule, at_least_float32
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
 
 

@@ -24,7 +24,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import CompileOptions, Program
 from jaxbucket.compile.mismatch import check_is_batch
 from jaxbucket.compile.steps import CompiledSteps
-from jaxbucket.optim.precision import at_least_float32
+from jaxbucket.optim.scaling_rules import at_least_float32
 from jaxbucket.train.loss import Metrics
 from jaxbucket.train.modes import Mode, jit_step, row_keys
 from jaxbucket.train.state import TrainState, checked_state

@@ -25,14 +25,15 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.agreement import list_processes
 from jaxbucket.distributed.processes import Processes
-from jaxbucket.train.checkpoint_seal import find_damage, write_seal
-from jaxbucket.train.checkpoint_state import (
+from jaxbucket.train.checkpoint_contents import (
     check_can_be_saved,
+    find_damage,
     find_difference,
     find_other_key,
     like_template,
     restore_args,
     with_leaves,
+    write_seal,
 )
 
 _State = TypeVar("_State")

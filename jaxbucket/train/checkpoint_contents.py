@@ -1,22 +1,30 @@
-"""The leaves of states that are saved or restored, by the names that Orbax gives them.
+"""The files of a checkpoint, and its leaves by the names that Orbax gives them.
 
-Orbax restores a tree into any dtype, drops the weak types of scalars, and commits all
-arrays to devices, so leaves are compared before they are read, and converted after.
+A seal reveals files that were deleted, truncated or changed. Orbax restores a tree into
+any dtype, drops the weak types of scalars, and commits all arrays to devices, so leaves
+are compared before they are read, and converted after.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.tree_util import keystr
 
+from jaxbucket.base.digest import stream_digest
 from jaxbucket.train.state import TrainState
 
 _State = TypeVar("_State")
+_SEAL = "seal.json"
+# Orbax writes the time of publication to the first file after the checkpoint is sealed,
+# and may create the second.
+_UNSEALED = {"_CHECKPOINT_METADATA", "commit_success.txt", _SEAL}
 _KINDS = {bool: np.bool_, int: np.integer, float: np.floating}
 
 
@@ -161,3 +169,34 @@ def _type_name(leaf: Any) -> str:
     if hasattr(leaf, "dtype"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return f"a Python {type(leaf).__name__}"
+
+
+def write_seal(folder: epath.Path) -> None:
+    """Writes the digests of all files of a checkpoint to its seal."""
+    (folder / _SEAL).write_text(json.dumps(_digests(folder)))
+
+
+def find_damage(folder: epath.Path) -> str | None:
+    """Returns a description of the first damaged file, or None if all are intact."""
+    try:
+        sealed: dict[str, Any] = dict(json.loads((folder / _SEAL).read_text()))
+    except (OSError, ValueError, TypeError):
+        return f"{_SEAL} is missing or truncated"
+    present = _digests(folder)
+    for name in sorted(sealed.keys() | present.keys()):
+        if name not in present:
+            return f"{name} is missing"
+        if sealed.get(name) != present[name]:
+            return f"{name} was changed"
+    return None
+
+
+def _digests(folder: epath.Path) -> dict[str, str]:
+    """Returns the digest of each file below a directory by its relative path."""
+    digests = {}
+    for parent, _, names in folder.walk():
+        for name in {*names} - _UNSEALED:
+            with (parent / name).open("rb") as file:
+                path = str((parent / name).relative_to(folder))
+                digests[path] = stream_digest(file)
+    return digests
