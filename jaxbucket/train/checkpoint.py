@@ -371,9 +371,9 @@ class Checkpoints:
 
 def _different_state(folder: epath.Path, difference: str) -> ValueError:
     return ValueError(
-        f"The checkpoint {folder} is not of such a `state`: {difference}. Use the "
-        "model, `wrt` and the optimizer that were saved, or your own pytree if that "
-        "was saved."
+        f"The checkpoint {folder} is of a different model or optimizer than `state`: "
+        f"{difference}. Use the model, `wrt` and the optimizer that were saved, or "
+        "your own pytree if that was saved."
     )
 
 
