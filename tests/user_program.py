@@ -78,7 +78,7 @@ def main() -> None:
     assert_type(restored, jb.train.TrainState)
     assert_type(batches.resume(position), jb.MeshLoader)
     predict_step = jb.make_predict_step(predict_fn, mesh)
-    for outputs in jb.predict(predict_step, state, batches):
+    for outputs in jb.predict(predict_step, state, batches, sequences=[]):
         print(None if outputs is None else outputs["length"])
     choice = jb.plan_packing(lengths, max_tokens=64, pack="always")
     packed = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing, seed=0)

@@ -26,7 +26,8 @@ from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.sharding import prefetch_to_mesh
 from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.loss import LossFn, Metrics, sum_over_batch
+from jaxbucket.train.loss import LossFn, Metrics
+from jaxbucket.train.modes import sum_over_batch
 from jaxbucket.train.state import TrainState, checked_state
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _make_gradient_step(
 ) -> Callable[[TrainState, Batch], tuple[Any, Metrics]]:
     """Returns a jitted step, `(state, batch) -> (gradients of the loss sum, sums)`."""
     sums_fn, mesh = gradient_sums(loss_fn, updates_variables=True), batches.mesh
-    global_sums = sum_over_batch(sums_fn, mesh, "jit", batches.batch_axes, seed)
+    global_sums = sum_over_batch(sums_fn, mesh, "jit", (), seed)
 
     @record_arguments
     def gradient_step(state: TrainState, batch: Batch) -> tuple[Any, Metrics]:

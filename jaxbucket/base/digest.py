@@ -3,7 +3,7 @@
 import hashlib
 import os
 import pathlib
-from typing import Any
+from typing import IO, Any
 
 
 def digest(*parts: bytes | memoryview) -> str:
@@ -17,7 +17,12 @@ def digest(*parts: bytes | memoryview) -> str:
 def file_digest(path: str | os.PathLike[str]) -> str:
     """Returns the BLAKE2b digest of a file, 32 hex digits."""
     with pathlib.Path(path).open("rb") as file:
-        return hashlib.file_digest(file, _new_state).hexdigest()
+        return stream_digest(file)
+
+
+def stream_digest(file: IO[bytes]) -> str:
+    """Returns the BLAKE2b digest of the rest of an open file, 32 hex digits."""
+    return hashlib.file_digest(file, _new_state).hexdigest()  # pyright: ignore
 
 
 def _new_state() -> Any:

@@ -5,7 +5,7 @@ argument. So the two stay in step if updates are skipped or a run is resumed. Th
 two ways to scale the learning rate:
 
 `scale_by_batch_size` multiplies the updates of the optimizer before it. This equals
-scaling the learning rate if the update is linear in it (see `is_linear_in_lr`), as for
+scaling the learning rate if the update is linear in it, as for
 SGD with and without momentum, Adam(W), Lion, RMSProp and most other optimizers of
 optax.
 
@@ -22,7 +22,6 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.optim.batch_size import scale_by_batch_size as scale_by_batch_size
-    from jaxbucket.optim.linearity import is_linear_in_lr as is_linear_in_lr
     from jaxbucket.optim.schedules import scale_schedule as scale_schedule
     from jaxbucket.optim.schedules import schedule_by_work as schedule_by_work
     from jaxbucket.optim.schedules import (

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxbucket.base.checks import check_float
-from jaxbucket.optim.precision import at_least_float32
-from jaxbucket.optim.scaling_rules import BatchScaling, Rule
+from jaxbucket.optim.scaling_rules import BatchScaling, Rule, at_least_float32
 from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
 
 
@@ -55,12 +54,12 @@ def scale_by_batch_size(
     other.
 
     For SGD, Adam(W), Lion and most other optimizers this equals scaling the learning
-    rate. Check yours with `is_linear_in_lr`, and use `scale_schedule` if it is not
-    linear. The momentum of SGD in optax does not include the learning rate, as in the
-    reference of Goyal et al. (section 3), so it needs no correction when the factor
-    changes. First in the chain, the transformation scales each gradient in the momentum
-    by the factor of its own batch. Last in the chain, it also scales weight decay;
-    before `optax.add_decayed_weights`, it does not.
+    rate, because their updates are linear in it. Use `scale_schedule` for the others.
+    The momentum of SGD in optax does not include the learning rate, as in the reference
+    of Goyal et al. (section 3), so it needs no correction when the factor changes.
+    First in the chain, the transformation scales each gradient in the momentum by the
+    factor of its own batch. Last in the chain, it also scales weight decay; before
+    `optax.add_decayed_weights`, it does not.
 
     Example:
       >>> tx = optax.chain(optax.sgd(1e-3), scale_by_batch_size(base_tokens=1024))

@@ -1,4 +1,4 @@
-"""Rules from the size of a batch to the factor of its learning rate."""
+"""Rules from the size of a batch to the factor of its learning rate, in wide floats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxbucket.base.checks import check_float
-from jaxbucket.optim.precision import wide_float
 
 Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
 
@@ -142,3 +141,16 @@ def check_size(name: str, size: Any) -> jax.Array | np.ndarray:
         return size
     check_float(name, size, least=0)
     return np.asarray(size)
+
+
+def wide_float() -> Any:
+    """Returns float64 if jax is configured for it, or else float32."""
+    return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+
+def at_least_float32(value: jax.Array) -> jax.Array:
+    """Casts to float32 unless the dtype is wider.
+
+    Half precision is too coarse to sum 1,000 gradients.
+    """
+    return value.astype(jnp.float32) if value.dtype.itemsize < 4 else value

@@ -21,8 +21,7 @@ import numpy as np
 import optax
 
 from jaxbucket.base.checks import check_choice, check_float
-from jaxbucket.optim.precision import wide_float
-from jaxbucket.optim.scaling_rules import BatchScaling, Rule, check_size
+from jaxbucket.optim.scaling_rules import BatchScaling, Rule, check_size, wide_float
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # A count is stored as two integers, because int32 overflows at two billion tokens.

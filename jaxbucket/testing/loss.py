@@ -22,7 +22,7 @@ from jaxbucket.testing.variants import (
     without_neighbors,
 )
 from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.loss import Mode, row_keys
+from jaxbucket.train.modes import Mode, row_keys
 from jaxbucket.train.state import TrainState, create_state
 
 # Variant of the batch -> the likely mistake and its remedy.

@@ -2,8 +2,8 @@
 
 `loader` yields the batches, and `state` defines the training state. `loss` describes
 the contract of losses, which return sums over rows. `step` and `accumulation` build
-train and evaluation steps from a loss, for jit, shard_map or `pmap`; a train step
-combines `gradients` and an `update`.
+train and evaluation steps from a loss; a train step combines `gradients` and an
+`update`. `modes` runs them by jit, shard_map or `pmap`.
 `prediction` returns outputs in the order of the source. `checkpoint` saves a state with
 its position in the data, and `calibration` measures step times.
 """
@@ -17,7 +17,7 @@ with _lazy_names(globals()):
     from jaxbucket.train.checkpoint import Checkpoints as Checkpoints
     from jaxbucket.train.checkpoint import Restored as Restored
     from jaxbucket.train.loader import MeshLoader as MeshLoader
-    from jaxbucket.train.loss import row_keys as row_keys
+    from jaxbucket.train.modes import row_keys as row_keys
     from jaxbucket.train.prediction import make_predict_step as make_predict_step
     from jaxbucket.train.prediction import predict as predict
     from jaxbucket.train.state import TrainState as TrainState

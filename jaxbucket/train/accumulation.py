@@ -22,12 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import CompileOptions, Program
-from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.mismatch import check_is_batch
 from jaxbucket.compile.steps import CompiledSteps
-from jaxbucket.optim.precision import at_least_float32
-from jaxbucket.train.loss import Metrics, row_keys
-from jaxbucket.train.pmap import PmapStep
+from jaxbucket.optim.scaling_rules import at_least_float32
+from jaxbucket.train.loss import Metrics
+from jaxbucket.train.modes import Mode, jit_step, row_keys
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import by_path, with_values
 
@@ -59,9 +58,8 @@ def accumulating_step(
     global_sums: Callable[..., Any],
     update: Callable[..., tuple[TrainState, Metrics]],
     mesh: Mesh,
-    *,
+    mode: Mode,
     state_sharding: Any,
-    pmap_axes: tuple[str, ...] | None,
 ) -> AccumulatingStep:
     """Returns a train step over several micro-batches, `(state, micro_batches)`.
 
@@ -71,11 +69,10 @@ def accumulating_step(
       global_sums: the same over all rows, `(state, batch, micro_batch) -> ...`.
       update: `(state, gradients, sums, variables) -> (state, metrics)`.
       mesh: the mesh on which batches are sharded.
+      mode: how the step runs on the devices.
       state_sharding: sharding of the state, or a tree of shardings.
-      pmap_axes: the mesh axes over which rows are sharded under `pmap`; None for `jit`.
     """
 
-    @record_arguments
     def add_micro_batch(
         state: TrainState, accumulated: Accumulated, batch: Batch
     ) -> Accumulated:
@@ -84,13 +81,25 @@ def accumulating_step(
         (grads, sums), variables = global_sums(state, batch, number)
         if sums.keys() != accumulated.sums.keys():
             raise ValueError(
-                f"The loss returns the sums {sorted(sums)} for a micro-batch and "
+                f"`loss_fn` returns the sums {sorted(sums)} for a micro-batch and "
                 f"{sorted(accumulated.sums)} for another one. Return the same sums for "
                 "all micro-batches of a step, 0 where they do not apply."
             )
         new = jax.tree.map(at_least_float32, grads), sums
         grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
         return Accumulated(grads, sums, variables, number + 1)
+
+    def begin(state: TrainState, batch: Batch) -> Accumulated:
+        def sums(state: TrainState, batch: Batch) -> Any:
+            keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
+            (grads, sums), variables = local_sums(state, batch, keys)
+            return jax.tree.map(at_least_float32, grads), sums, variables
+
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, state, batch)
+        )
+        grads, sums, variables = zeros
+        return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
 
     def update_state(
         state: TrainState, accumulated: Accumulated
@@ -102,17 +111,13 @@ def accumulating_step(
     if isinstance(state_sharding, TrainState):
         grads_sharding = state_sharding.params
     shardings = Accumulated(grads_sharding, replicated, replicated, replicated)
-    if pmap_axes is not None:
-        add = PmapStep(add_micro_batch, mesh, pmap_axes, donate=(1,), num_replicated=2)
-    else:
-        add = jax.jit(add_micro_batch, donate_argnums=1, out_shardings=shardings)
     return AccumulatingStep(
-        add=add,
+        begin=begin,
+        add=jit_step(add_micro_batch, mesh, mode, donate=(1,), out_shardings=shardings),
         # Gradients are not donated, because no output could reuse their buffers.
         update=jax.jit(
             update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
         ),
-        local_sums=local_sums,
         shardings=shardings,
     )
 
@@ -121,22 +126,23 @@ class AccumulatingStep:
     """A step `(state, micro_batches) -> (state, metrics)` whose phases are jitted.
 
     Attributes:
+      begin: `(state, batch) -> accumulated`, zeros of the shapes of their results.
       add: `(state, accumulated, batch) -> accumulated`.
       update: `(state, accumulated) -> (state, metrics)`.
     """
 
     def __init__(
         self,
+        begin: Callable[[TrainState, Batch], Accumulated],
         add: Callable[[TrainState, Accumulated, Batch], Accumulated],
         update: Callable[[TrainState, Accumulated], tuple[TrainState, Metrics]],
-        local_sums: Callable[..., Any],
         shardings: Accumulated,
     ):
+        self.begin = jax.jit(begin, out_shardings=shardings)
         self.add = add
         self.update = update
-        self._local_sums = local_sums
+        self._begin = begin
         self._shardings = shardings
-        self._begins: dict[Any, Any] = {}
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]
@@ -151,10 +157,10 @@ class AccumulatingStep:
           The new state and the metrics over all micro-batches.
 
         Raises:
-          ValueError: if `micro_batches` is not a tuple of matching batches.
+          ValueError: if `micro_batches` is not a tuple of batches.
         """
-        batches = _checked(micro_batches, self._shardings.sums)
-        accumulated = self._begin_for(state, batches[0])()
+        batches = _checked(micro_batches)
+        accumulated = self.begin(state, batches[0])
         for batch in batches:
             accumulated = self.add(state, accumulated, batch)
         return self.update(state, accumulated)
@@ -169,83 +175,33 @@ class AccumulatingStep:
           specs: bucket -> shapes, dtypes and shardings of its batches.
           options: the options of `jaxbucket.compile_steps`.
         """
-        zeros = self._zeros(state, next(iter(specs.values())))
-        accumulated = self._spec(state, zeros)
+        # A function without arguments serves all buckets.
+        begin = functools.partial(self._begin, state, next(iter(specs.values())))
+        accumulated = self._specs(jax.eval_shape(begin), state)
         return CompiledAccumulation(
             self.add,
             (state, accumulated),
             specs,
             options,
-            replicated=self._shardings.sums,
-            phases=[
-                Program("begin", self._new_begin(zeros), ()),
+            [
+                Program("begin", jax.jit(begin, out_shardings=self._shardings), ()),
                 Program("update", self.update, (state, accumulated)),
             ],
-            # The shardings of pmap's results are not known before it has run.
-            ahead=not isinstance(self.add, PmapStep),
         )
 
-    def _begin_for(self, state: Any, batch: Batch) -> Any:
-        """Returns the jitted `begin` for states and batches of these shapes."""
-        leaves, structure = jax.tree.flatten(checked_state(state))
-        key = (
-            structure,
-            *((leaf.shape, leaf.dtype) for leaf in leaves),
-            # The sums of a loss may depend on which features a batch has.
-            *sorted(_dtypes(batch).items()),
-        )
-        if key not in self._begins:
-            self._begins[key] = self._new_begin(self._zeros(state, batch))
-        return self._begins[key]
-
-    def _zeros(self, state: Any, batch: Batch) -> Any:
-        """Returns shapes and dtypes of the results of any micro-batch."""
-
-        def sums(state: TrainState, batch: Batch) -> Any:
-            keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
-            (grads, sums), variables = self._local_sums(state, batch, keys)
-            return jax.tree.map(at_least_float32, grads), sums, variables
-
-        return jax.eval_shape(sums, state, batch)
-
-    def _new_begin(self, zeros: Any) -> Any:
-        def begin() -> Accumulated:
-            grads, sums, variables = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), zeros
-            )
-            return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
-
-        return jax.jit(begin, out_shardings=self._shardings)
-
-    def _spec(self, state: Any, zeros: Any) -> Accumulated:
+    def _specs(self, shapes: Accumulated, state: Any) -> Accumulated:
         """Returns shapes, dtypes and shardings of the result of `begin`."""
-        grads, sums, variables = zeros
-        replicated = self._shardings.sums
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        sums, variables, number = jax.tree.map(
-            lambda x: _at(x, replicated), (sums, variables, number)
-        )
-        grads = jax.tree.map(lambda x, p: _at(x, p.sharding), grads, state.params)
-        return Accumulated(grads, sums, variables, number)
+
+        def at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        replicated = jax.tree.map(lambda x: at(x, self._shardings.sums), shapes)
+        grads = jax.tree.map(lambda x, p: at(x, p.sharding), shapes.grads, state.params)
+        return dataclasses.replace(replicated, grads=grads)
 
 
 class CompiledAccumulation(CompiledSteps):
     """Compiled `steps(state, micro_batches)`, and a mapping from bucket to `add`."""
-
-    def __init__(
-        self,
-        add: Any,
-        whole: tuple[Any, Accumulated],
-        specs: Mapping[Bucket, Batch],
-        options: CompileOptions,
-        *,
-        replicated: NamedSharding,
-        phases: Sequence[Program],
-        ahead: bool,
-    ):
-        super().__init__(add, whole, specs, options, phases if ahead else ())
-        self._replicated = replicated
-        self._jitted = {} if ahead else {x.label: x.fn for x in phases}
 
     def __call__(self, state: Any, batch: Sequence[Batch]) -> Any:  # pyright: ignore
         """Takes a step over all micro-batches.
@@ -258,21 +214,16 @@ class CompiledAccumulation(CompiledSteps):
           The new state and the metrics over all micro-batches.
 
         Raises:
-          ValueError: if `batch` is not a tuple of matching batches, or one of them has
-            a shape, dtype or feature outside the plan.
+          ValueError: if `batch` is not a tuple of batches, or one of them has a shape,
+            dtype or feature outside the plan.
         """
-        micro_batches = _checked(batch, self._replicated)
+        micro_batches = _checked(batch)
         for micro_batch in micro_batches:
             self.check_batch(micro_batch)
-        accumulated = self._phase("begin")
+        accumulated = self.run_program("begin")
         for micro_batch in micro_batches:
             accumulated = self.run(state, accumulated, micro_batch)
-        return self._phase("update", state, accumulated)
-
-    def _phase(self, label: str, *args: Any) -> Any:
-        if label in self._jitted:
-            return self.throttle(self._jitted[label](*args))
-        return self.run_program(label, *args)
+        return self.run_program("update", state, accumulated)
 
 
 def _with_variables_of(accumulated: Accumulated, state: TrainState) -> TrainState:
@@ -287,7 +238,7 @@ def _with_variables_of(accumulated: Accumulated, state: TrainState) -> TrainStat
     return dataclasses.replace(state, variables=variables)
 
 
-def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
+def _checked(micro_batches: Any) -> Sequence[Batch]:
     """Returns the micro-batches if they are valid, before any of them is used."""
     # A `Batch` is a tuple, too.
     is_group = isinstance(micro_batches, tuple | list) and not isinstance(
@@ -300,25 +251,5 @@ def _checked(micro_batches: Any, replicated: NamedSharding) -> Sequence[Batch]:
             "by a schedule with `accumulate`."
         )
     for number, batch in enumerate(micro_batches):
-        name = f"micro_batches[{number}]"
-        check_is_batch(name, batch)
-        for leaf in jax.tree.leaves(batch):
-            # jax places numpy arrays on the devices of the step.
-            sharding = getattr(leaf, "sharding", replicated)
-            if sharding.device_set != replicated.device_set:
-                raise ValueError(
-                    f"`{name}` is on {len(sharding.device_set)} devices, which differ "
-                    f"from the {len(replicated.device_set)} devices of the step. Pass "
-                    "the mesh of the step to `prefetch_to_mesh`."
-                )
+        check_is_batch(f"micro_batches[{number}]", batch)
     return micro_batches
-
-
-def _dtypes(batch: Any) -> dict[str, str]:
-    """Returns the dtype of each array of a batch by its path."""
-    leaves, _ = jax.tree.flatten_with_path(batch)
-    return {jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in leaves}
-
-
-def _at(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

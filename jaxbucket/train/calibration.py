@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,13 +41,14 @@ from jaxbucket.sharding import (
     prefetch_to_mesh,
 )
 
-_T = TypeVar("_T")
-
 # The percentile of lengths that approximates the shortest bucket of a plan.
 _SHORT_PERCENTILE = 5
 _NUM_LENGTHS = 6
 # The small shape has 1 / 4 of the budget, which still keeps a device busy.
 _SMALL_PART = 4
+# The number of steps that are timed together: each is dispatched while the previous one
+# is running, as in a training loop.
+_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +140,9 @@ def calibrate(
 ) -> Calibration:
     """Compiles a step for several shapes, and times it on full batches.
 
-    Steps are dispatched as in a training loop: each one while the previous one is still
-    running. The shapes take turns, so that other load on the machine affects all of
-    them. The first round is not counted. All processes of a mesh must call this
-    function. Their measurements differ, so all of them should plan with the
+    The shapes take turns, a few steps at a time, so that other load on the machine
+    affects all of them. The first round is not counted. All processes of a mesh must
+    call this function. Their measurements differ, so all of them should plan with the
     measurements of the same process.
 
     Example:
@@ -175,9 +173,8 @@ def calibrate(
       The step times and compile times of the shapes.
 
     Raises:
-      ValueError: if `shapes` is empty or has duplicates; if the batch axes do not
-        divide a B; if the example is empty; or if `step_fn` does not return a state and
-        metrics.
+      ValueError: if `shapes` is empty or has several T; if the batch axes do not
+        divide a B; or if `step_fn` takes several micro-batches.
     """
     if hasattr(step_fn, "compile_steps"):
         raise ValueError(
@@ -185,7 +182,12 @@ def calibrate(
             "instead: `make_train_step` without `accumulate`."
         )
     repeats = check_positive("repeats", repeats)
-    shapes = _checked_shapes(shapes)
+    shapes = list(shapes)
+    if not shapes or not all(isinstance(x.seq_len, int) for x in shapes):
+        raise ValueError(
+            f"`shapes={shapes}` must be at least one `Bucket(batch_size, seq_len)` "
+            "with a single T. Plan for several sequences with your own `cost_fn`."
+        )
     specs = {}
     for shape in shapes:
         specs |= batch_specs(
@@ -195,68 +197,37 @@ def calibrate(
             batch_axes=batch_axes,
             sequences=sequences,
         )
-    shard = local_rows(mesh, batch_axes=batch_axes)
-    batches = [
-        _full_batch(
-            example, Bucket(len(shard.rows(b.batch_size)), b.seq_len), sequences
-        )
-        for b in shapes
-    ]
     # A single worker, because parallel compilations would slow each other down.
     steps = compile_steps(step_fn, state, specs, workers=1, progress=progress)
-    rounds = itertools.chain.from_iterable([batches] * (repeats + 1))
-    seconds = _time_steps(
-        steps,
-        _copy(state),
-        prefetch_to_mesh(
-            _tracked(rounds, len(batches) * (repeats + 1), progress),
-            mesh,
-            batch_axes=batch_axes,
-        ),
+    shard = local_rows(mesh, batch_axes=batch_axes)
+    local = (
+        _full_batch(example, len(shard.rows(x.batch_size)), x, sequences)
+        for x in shapes
     )
-    round_seconds = np.reshape(seconds, (repeats + 1, len(shapes)))[1:]
-    medians = np.median(round_seconds, axis=0).tolist()
+    batches = list(prefetch_to_mesh(local, mesh, batch_axes=batch_axes))
+    seconds: list[list[float]] = []
+    state = _copy(state)
+    with progress_bar(progress) as bar:
+        for _ in bar.track(range(repeats + 1), description="Timing steps"):
+            times = []
+            for batch in batches:
+                state, elapsed = _time_steps(steps, state, batch)
+                times.append(elapsed)
+            seconds.append(times)
+    medians = np.median(seconds[1:], axis=0).tolist()
     return Calibration(dict(zip(shapes, medians, strict=True)), steps.seconds)
 
 
-def _checked_shapes(shapes: Iterable[Bucket]) -> list[Bucket]:
-    shapes = list(shapes)
-    if not shapes:
-        raise ValueError(
-            "`shapes` is empty. Pass at least one shape, such as those of "
-            "`calibration_shapes`."
-        )
-    for shape in shapes:
-        if not isinstance(shape, Bucket):
-            raise ValueError(
-                f"`shapes` contains {shape!r}. Pass `Bucket(batch_size, seq_len)`."
-            )
-        if not isinstance(shape.seq_len, int):
-            raise ValueError(
-                f"`shapes` contains {shape}, but calibration requires shapes with a "
-                "single T. Plan for several sequences with your own `cost_fn`."
-            )
-        if shapes.count(shape) > 1:
-            raise ValueError(
-                f"`shapes` contains {shape} more than once. Remove the duplicate."
-            )
-    return shapes
-
-
 def _full_batch(
-    example: Example, bucket: Bucket, sequences: Sequence[str] | None
+    example: Example, num_rows: int, bucket: Bucket, sequences: Sequence[str] | None
 ) -> Batch:
     """Returns a batch without padding, whose rows all repeat one example."""
     arrays = as_arrays(example)
     for name in sequence_names(arrays, sequences):
         value = arrays[name]
-        if not len(value):
-            raise ValueError(
-                f"`example` has an empty {name!r}. Pass an example whose sequences are "
-                "not empty."
-            )
         arrays[name] = np.resize(value, (bucket.tokens_per_row, *value.shape[1:]))
-    return collate_rows([arrays] * bucket.batch_size, bucket, sequences=sequences)
+    local = Bucket(num_rows, bucket.seq_len)
+    return collate_rows([arrays] * num_rows, local, sequences=sequences)
 
 
 def _copy(state: Any) -> Any:
@@ -268,44 +239,12 @@ def _copy(state: Any) -> Any:
     return jax.tree.map(copy, state)
 
 
-def _tracked(items: Iterable[_T], total: int, progress: bool) -> Iterator[_T]:
-    with progress_bar(progress) as bar:
-        yield from bar.track(items, total, description="Timing steps")
-
-
 def _time_steps(
-    steps: Callable[[Any, Batch], Any], state: Any, batches: Iterable[Batch]
-) -> list[float]:
-    """Returns the seconds of each step, from the end of the previous one to its end."""
-    jax.block_until_ready(state)
-    ends: list[Future[float]] = []
-    start = time.perf_counter()
-    # A separate thread records when a step ends, because some backends run it within
-    # the call that dispatches it, and others long after.
-    with ThreadPoolExecutor(1) as waiter:
-        for batch in batches:
-            state, metrics = _checked_result(steps(state, batch))
-            ends.append(waiter.submit(_end, metrics))
-            if len(ends) > 1:
-                ends[-2].result()
-    return np.diff([end.result() for end in ends], prepend=start).tolist()
-
-
-def _checked_result(result: Any) -> tuple[Any, Any]:
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise ValueError(
-            f"`step_fn` returned a value of type {type(result).__name__}. Return "
-            "(state, metrics)."
-        )
-    # Only metrics can be waited for, because the state may be donated to the next step.
-    if not jax.tree.leaves(result[1]):
-        raise ValueError(
-            "`step_fn` returned no metrics, so that its end cannot be observed. Return "
-            "(state, metrics) with at least one array, such as the loss."
-        )
-    return result
-
-
-def _end(metrics: Any) -> float:
-    jax.block_until_ready(metrics)
-    return time.perf_counter()
+    steps: Callable[[Any, Batch], Any], state: Any, batch: Batch
+) -> tuple[Any, float]:
+    """Returns the new state and the mean seconds of a step."""
+    start, metrics = time.perf_counter(), None
+    for _ in range(_STEPS):
+        state, metrics = steps(state, batch)
+    jax.block_until_ready((state, metrics))
+    return state, (time.perf_counter() - start) / _STEPS

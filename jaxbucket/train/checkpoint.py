@@ -25,16 +25,15 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.agreement import list_processes
 from jaxbucket.distributed.processes import Processes
-from jaxbucket.train.checkpoint_seal import find_damage, write_seal
-from jaxbucket.train.checkpoint_state import (
-    abstract_leaf,
+from jaxbucket.train.checkpoint_contents import (
     check_can_be_saved,
-    check_keys,
-    check_like,
+    find_damage,
+    find_difference,
+    find_other_key,
     like_template,
-    parts_to_skip,
-    restore_without,
-    warn_of_new_constants,
+    restore_args,
+    with_leaves,
+    write_seal,
 )
 
 _State = TypeVar("_State")
@@ -95,8 +94,9 @@ class Checkpoints:
         otherwise wait forever for its part of the checkpoint.
 
     Raises:
-      ValueError: if `keep` is not positive, the directory cannot be created, or some
-        processes do not see the files that process 0 writes there.
+      ValueError: if `keep` is not positive, or some processes do not see the files that
+        process 0 writes in the directory.
+      OSError: if the directory cannot be created.
     """
 
     def __init__(
@@ -107,20 +107,14 @@ class Checkpoints:
         processes: Processes | None = None,
     ):
         self._directory = epath.Path(directory).expanduser().absolute()
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"`directory={str(directory)!r}` cannot be created: {error}. Choose a "
-                "different one."
-            ) from None
+        self._directory.mkdir(parents=True, exist_ok=True)
         self._processes = processes
         if processes is not None:
             self._check_shared(processes)
         self._manager = _Manager(
             self._directory,
             item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
+                "state": ocp.PyTreeCheckpointHandler(),
                 "position": ocp.JsonCheckpointHandler(),
                 "extra": ocp.JsonCheckpointHandler(),
             },
@@ -165,13 +159,11 @@ class Checkpoints:
 
         If each process had its own directory, saving would wait forever.
         """
-        (name, *_) = processes.gather(
-            "naming a test file", f"{_TOKEN}-{uuid.uuid4().hex}"
-        )
-        token = self._directory / name
+        name = f"{_TOKEN}-{uuid.uuid4().hex}"
         if processes.index == 0:
-            token.touch()
-        processes.gather("writing the test file", "")
+            (self._directory / name).touch()
+        (name, *_) = processes.gather("writing a test file", name)
+        token = self._directory / name
         visible = str(_becomes_visible(token))
         seen = processes.gather("finding the test file", visible)
         if processes.index == 0:
@@ -243,8 +235,9 @@ class Checkpoints:
         Raises:
           ValueError: if the state contains anything but arrays and numbers, or two
             leaves with the same name; if the directory has checkpoints of a different
-            run, or another run is saving there; if the step is before the newest
-            checkpoint; or if `extra` is not JSON serializable.
+            run, or another run is saving there; or if the step is before the newest
+            checkpoint.
+          TypeError: if `extra` is not JSON serializable.
           OSError: if the previous checkpoint could not be written.
         """
         check_can_be_saved(state)
@@ -262,20 +255,15 @@ class Checkpoints:
                 f"`position.step={position.step}` is before step {newest}, the newest "
                 f"checkpoint in {self._directory}. Choose a different directory."
             )
-        try:
-            text = json.dumps(dict(extra or {}), allow_nan=False)
-            values: dict[str, Any] = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`extra` is not JSON serializable: {error}. Convert or remove it."
-            ) from None
+        # Orbax would find out in the background that a value is not serializable.
+        values = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
         self._clear_half_written()
         self._last = position.step
         self._saving = threading.get_ident()
         self._manager.save(
             position.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
+                state=ocp.args.PyTreeSave(state),
                 position=ocp.args.JsonSave(position.to_dict()),
                 extra=ocp.args.JsonSave(values),
             ),
@@ -291,9 +279,8 @@ class Checkpoints:
             Python number; weakly typed scalars stay weakly typed, and uncommitted
             arrays stay uncommitted. A step that was compiled for `state` therefore
             accepts the restored state. If it has no optimizer, as
-            `create_state(model, mesh=mesh)`, that of the checkpoint is not read. A
-            warning says if a constant of `optax.inject_hyperparams`, such as the
-            learning rate, is not the saved one, which is restored.
+            `create_state(model, mesh=mesh)`, that of the checkpoint is not read.
+            Constants of `optax.inject_hyperparams` are those of the checkpoint.
 
         Returns:
           The state, the position in the data, and the extra values.
@@ -312,20 +299,19 @@ class Checkpoints:
         folder = self._directory / str(step)
         if damage := find_damage(folder):
             raise self._damaged(folder, damage)
-        abstract = jax.tree.map(abstract_leaf, state)
-        skipped = parts_to_skip(state)
         metadata = self._manager.item_metadata(step).state
-        check_like(folder, metadata, abstract, skipped)
-        items: dict[str, Any] = dict.fromkeys(("position", "extra"), _JSON)
-        if not skipped:
-            items["state"] = ocp.args.StandardRestore(abstract)
-        saved: Any = self._manager.restore(step, args=ocp.args.Composite(**items))
-        read = restore_without(skipped, folder, abstract) if skipped else saved.state
+        if difference := find_difference(metadata, state):
+            raise _different_state(folder, difference)
+        items = ocp.args.Composite(
+            state=restore_args(state), position=_JSON, extra=_JSON
+        )
+        saved: Any = self._manager.restore(step, args=items)
         position = DataPosition.from_dict(saved.position)
         if position.step != step:
             raise self._damaged(folder, f"its position is at step {position.step}")
-        check_keys(folder, state, read)
-        warn_of_new_constants(folder, state, read)
+        read = with_leaves(state, saved.state)
+        if difference := find_other_key(read, state):
+            raise _different_state(folder, difference)
         self._last = step
         restored = jax.tree.map(like_template, state, read)
         return Restored(restored, position, saved.extra)
@@ -341,25 +327,21 @@ class Checkpoints:
         if self._claimed:
             return
         if jax.process_index() == 0 and "://" not in os.fspath(self._directory):
-            self._lock = self._acquire_lock()
+            self._lock = open(self._directory / _LOCK, "a")  # noqa: SIM115
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._lock.close()
+                raise ValueError(
+                    f"Another run is saving to {self._directory}. Wait until it has "
+                    "ended, or choose a different directory."
+                ) from None
+            except OSError:
+                # Not every file system supports locks.
+                pass
         # Another run may have saved since the directory was last read.
         self._manager.reload()
         self._claimed = True
-
-    def _acquire_lock(self) -> IO[str]:
-        lock = open(self._directory / _LOCK, "a")  # noqa: SIM115
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise ValueError(
-                f"Another run is saving to {self._directory}. Wait until it has ended, "
-                "or choose a different directory."
-            ) from None
-        except OSError:
-            # Not every file system supports locks.
-            pass
-        return lock
 
     def _clear_half_written(self) -> None:
         """Removes the partial checkpoint of a killed process.
@@ -385,6 +367,14 @@ class Checkpoints:
         if older:
             remedy = f"Delete this directory to resume from step {max(older)}."
         return ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
+
+
+def _different_state(folder: epath.Path, difference: str) -> ValueError:
+    return ValueError(
+        f"The checkpoint {folder} is of a different model or optimizer than `state`: "
+        f"{difference}. Use the model, `wrt` and the optimizer that were saved, or "
+        "your own pytree if that was saved."
+    )
 
 
 def _becomes_visible(path: epath.Path) -> bool:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # `train.MeshLoader` is imported on first use, because its module imports Grain.
 from jaxbucket import train
-from jaxbucket.base.batch import EMPTY_ROW, Batch
-from jaxbucket.base.checks import check_choice, check_function
-from jaxbucket.compile.events import record_arguments
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
+from jaxbucket.base.checks import check_function
+from jaxbucket.base.digest import digest
+from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.example import Sequences
-from jaxbucket.data.uncollate import split_examples
-from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
-from jaxbucket.train.loss import Mode
-from jaxbucket.train.pmap import PmapStep, Rows
-from jaxbucket.train.prediction_epoch import check_epoch, run_epoch
-from jaxbucket.train.prediction_outputs import OutputSequences
+from jaxbucket.data.uncollate import unbatch
+from jaxbucket.sharding import DATA_AXIS, Axes, prefetch
+from jaxbucket.train.modes import Mode, checked_axes, jit_step, over_rows
 from jaxbucket.train.state import TrainState, checked_state
-from jaxbucket.train.variables import (
-    EVALUATION_REMEDY,
-    Values,
-    check_parameters,
-    check_variables,
-    values_after,
-)
+from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
 
 Outputs: TypeAlias = Mapping[str, jax.Array]
 PredictFn: TypeAlias = Callable[[Any, Batch], Outputs]
@@ -75,42 +68,24 @@ def make_predict_step(
         if variables of the model change.
     """
     check_function("predict_fn", predict_fn, "(model, batch)")
-    check_choice("mode", mode, get_args(Mode))
-    axes = axis_names(mesh, batch_axes)
+    axes = checked_axes(mesh, mode, batch_axes)
 
     def on_rows(state: TrainState, batch: Batch) -> Batch:
-        def call(state: TrainState) -> tuple[Any, Values]:
-            model = state.model
-            outputs = predict_fn(model, batch)
-            return outputs, values_after(state.variables, model, None)
-
-        outputs, new = call(checked_state(state))
-        check_parameters(state, new, lambda x: call(x)[1])
-        check_variables(state, new, lambda x: call(x)[1], EVALUATION_REMEDY)
-        return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
-
-    @record_arguments
-    def predict_step(state: TrainState, batch: Batch) -> Batch:
-        return over_rows(state, batch)
-
-    if mode == "pmap":
-        rows = Rows.of(mesh, axes)
-
-        def over_rows(state: TrainState, batch: Batch) -> Batch:
-            return rows.gather(on_rows(state, batch))
-
-        return PmapStep(predict_step, mesh, axes)
-    over_rows = on_rows
-    if mode == "shard_map":
-        over_rows = jax.shard_map(
-            on_rows,
-            mesh=mesh,
-            in_specs=(PartitionSpec(), PartitionSpec(axes)),
-            out_specs=PartitionSpec(axes),
-            axis_names=set(axes),
-            check_vma=False,
+        outputs, _ = call_model(
+            lambda model: (predict_fn(model, batch), None),
+            checked_state(state),
+            EVALUATION_REMEDY,
         )
-    return jax.jit(predict_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        _check_outputs(outputs, batch.bucket.batch_size)
+        return batch._replace(features=dict(outputs))
+
+    over_all_rows = over_rows(on_rows, mesh, mode, axes, gathers=True)
+
+    def predict_step(state: TrainState, batch: Batch) -> Batch:
+        return over_all_rows(state, batch)
+
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jit_step(predict_step, mesh, mode, out_shardings=replicated)
 
 
 def predict(
@@ -118,7 +93,7 @@ def predict(
     state: Any,
     batches: train.MeshLoader,
     *,
-    sequences: Sequences = None,
+    sequences: Sequences,
     progress: bool = True,
 ) -> list[dict[str, np.ndarray] | None]:
     """Returns the outputs for all examples of the source, in the order of the source.
@@ -138,21 +113,18 @@ def predict(
       ...     lambda model, batch: {"y": model["w"] * batch.features["x"]}, mesh
       ... )
       >>> batches = jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh)
-      >>> [y["y"].tolist() for y in predict(step, state, batches)]
+      >>> [y["y"].tolist() for y in predict(step, state, batches, sequences=["y"])]
       [[0.0, 2.0, 4.0], [0.0], [0.0, 2.0, 4.0, 6.0]]
 
     Args:
       steps: the step from `make_predict_step`, optionally compiled by `compile_steps`.
       state: a state that holds the model; it needs no optimizer.
       batches: the batches of exactly one epoch, in which each example appears once.
-      sequences: the outputs whose padding is removed, or the name of one; `[]` if there
-        are none. If examples have several sequences, a mapping from each to its
-        outputs; an output in two of them has shape `[B, T, T', ...]`. By default all
-        outputs of shape `[B, T, ...]` in every batch; required if an output has axes of
-        two sequences, or if all batches have the same T and an output has this shape,
-        because it may have T values that are not padded. If rows are packed, all other
-        outputs have shape `[B, S, ...]`, with an entry for each of the `max_segments` S
-        that a row may hold.
+      sequences: the outputs of shape `[B, T, ...]` whose padding is removed; `[]` if
+        there are none. If examples have several sequences, a mapping from each to its
+        outputs; an output in two of them has shape `[B, T, T', ...]`. If rows are
+        packed, all other outputs have shape `[B, S, ...]`, with an entry for each of
+        the `max_segments` S that a row may hold.
       progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -161,54 +133,84 @@ def predict(
       example that is dropped by `overlong="drop"`.
 
     Raises:
-      ValueError: if `batches` is not a `MeshLoader`, is not exactly one epoch, or
-        leaves out or repeats an example; if the processes have different batches; if
-        `sequences` names an output that is not a sequence; or if it is not known
-        whether an output is padded.
+      ValueError: if `batches` leaves out or repeats an example; if the processes have
+        different batches; or if an output does not have the shape that `sequences`
+        says.
     """
-    epoch = check_epoch(batches)
-    max_segments = batches.schedule.max_segments
-    is_uniform = len({indices.bucket.seq_len for indices in epoch}) == 1
-    names = OutputSequences(sequences, max_segments)
-    outputs: list[tuple[np.ndarray, Batch]] = []
-    for indices, output in run_epoch(steps, state, batches, epoch, progress):
-        names.add(output)
-        if is_uniform:
-            # Other batches have the same T, so an error need not wait for them.
-            names.axes()
-        outputs.append((indices.rows[indices.rows != EMPTY_ROW], output))
-    # Padding is removed at the end, because a later batch may show that an output is
-    # not a sequence.
-    axes = names.axes()
-    num_examples = len(batches.schedule.lengths)
-    examples: list[dict[str, np.ndarray] | None] = [None] * num_examples
-    for present, output in outputs:
-        rows = split_examples(output, axes, max_segments)
-        for index, example in zip(present, rows, strict=True):
-            examples[index] = example
+    epoch = _checked_epoch(batches)
+    examples: list[dict[str, np.ndarray] | None]
+    examples = [None] * len(batches.schedule.lengths)
+    # The next step runs while the host reads the outputs of the previous one.
+    outputs = prefetch((steps(state, batch) for batch in _micro_batches(batches)), 1)
+    with progress_bar(progress) as bar:
+        tracked = bar.track(epoch, description="Predicting")
+        for indices, output in zip(tracked, outputs, strict=True):
+            found = unbatch(
+                output,
+                sequences=sequences,
+                max_segments=batches.schedule.max_segments,
+            )
+            for index, example in zip(_examples(indices), found, strict=True):
+                examples[index] = example
     return examples
 
 
-def _checked(outputs: Any, num_rows: int) -> dict[str, jax.Array]:
-    if not isinstance(outputs, Mapping):
+def _checked_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
+    """Returns the indices of all batches, which have each example once."""
+    start, stop = batches.start_step, batches.start_step + len(batches)
+    # First, so that the error below is raised in all processes or in none.
+    owners = {device.process_index for device in batches.mesh.devices.flat}
+    if 1 < len(owners) == jax.process_count():
+        position = repr((batches.position(start).to_dict(), stop))
+        digits = np.frombuffer(digest(position.encode()).encode(), np.uint8)
+        if np.ptp(multihost_utils.process_allgather(digits), axis=0).any():
+            raise ValueError(
+                "`batches` differ between processes. Use the same source, plan, "
+                "lengths, seed and epoch in all of them."
+            )
+    schedule = batches.schedule
+    epoch = [x for step in range(start, stop) for x in schedule.micro_batches(step)]
+    expected = schedule.is_kept.astype(np.int64)
+    counts = np.zeros_like(expected)
+    for indices in epoch:
+        np.add.at(counts, _examples(indices), 1)
+    if not np.array_equal(counts, expected):
+        index = int(np.argmax(counts != expected))
         raise ValueError(
-            f"`predict_fn` returned a value of type {type(outputs).__name__}. Return a "
-            "dict of arrays."
+            f"`batches` has example {index} in {counts[index]} rows of its steps "
+            f"{start} to {stop - 1}, but each example needs exactly one output. "
+            "Predict with a loader of its own, `MeshLoader(source, BatchSchedule(plan, "
+            'lengths), mesh)`, without `replacement=True`, `remainder="drop"` or a '
+            "`Mixture`."
         )
-    if not outputs:
+    return epoch
+
+
+def _examples(indices: BatchIndices) -> np.ndarray:
+    """Returns the indices of the examples of a batch, in row order."""
+    return indices.rows[indices.rows != EMPTY_ROW]
+
+
+def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:
+    """Yields single batches, also from steps of several micro-batches."""
+    for element in elements:
+        if isinstance(element, Batch):
+            yield element
+        else:
+            yield from element
+
+
+def _check_outputs(outputs: Any, num_rows: int) -> None:
+    """Raises a ValueError unless outputs are arrays with an entry per row."""
+    if not isinstance(outputs, Mapping) or not outputs:
         raise ValueError(
-            "`predict_fn` returned no outputs. Return a dict with at least one array."
+            f"`predict_fn` returned a {type(outputs).__name__}. Return a dict with at "
+            "least one array."
         )
     for name, value in outputs.items():
-        if not hasattr(value, "shape"):
+        shape = getattr(value, "shape", ())
+        if shape[:1] != (num_rows,):
             raise ValueError(
-                f"`predict_fn` returned {name!r} as a {type(value).__name__}. Outputs "
-                "must be arrays; give the arrays in it names of their own."
+                f"`predict_fn` returned {name!r} with shape {list(shape)}. Return "
+                f"arrays with one entry per row of the batch, {num_rows} here."
             )
-        shape = value.shape
-        if not shape or shape[0] != num_rows:
-            raise ValueError(
-                f"`predict_fn` returned {name!r} with shape {list(shape)}. Its first "
-                f"axis must have one entry per row of the batch, {num_rows} here."
-            )
-    return dict(outputs)

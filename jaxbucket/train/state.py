@@ -5,27 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
-from jax.core import Tracer
+from flax.core import unfreeze
 from jax.sharding import Mesh
 
 from jaxbucket.sharding import check_mesh, replicate
 from jaxbucket.train.linen_variables import init_linen
 from jaxbucket.train.model_checks import (
-    as_arrays,
+    check_differentiable,
     check_optimizer,
+    check_plain,
     check_unused,
-    checked_collections,
-    checked_parameters,
-    checked_predicate,
+    check_variables,
 )
-from jaxbucket.train.process_agreement import can_be_compared, check_same
-from jaxbucket.train.state_checksum import checksum
 
 # The number of paths that a message lists.
 _NUM_PATHS = 3
@@ -74,6 +71,12 @@ class TrainState:
         if isinstance(self.variables, tuple):
             return params
         return {"params": params, **self.variables}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the state was made with an optimizer, to be trained."""
+        # Empty states of optax are instances of subclasses.
+        return type(self.opt_state) is not tuple or bool(self.opt_state)
 
 
 def create_state(
@@ -139,9 +142,42 @@ def create_state(
     """
     if tx is not None:
         check_optimizer(tx)
-    if isinstance(model, type):
-        raise ValueError(f"`model` is the class {model.__name__}. Pass an instance.")
-    graphdef = None
+    if mesh is not None:
+        check_mesh(mesh)
+    parts = _parts(model, mesh, sample, rngs, variables, wrt)
+    check_variables(parts.variables)
+    if wrt is not None and not jax.tree.leaves(parts.params):
+        raise _nothing_selected(wrt, parts.frozen)
+    if tx is not None:
+        check_differentiable(parts.params)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=parts.params,
+        frozen=parts.frozen,
+        variables=parts.variables,
+        opt_state=() if tx is None else tx.init(parts.params),
+        graphdef=parts.graphdef,
+    )
+    if mesh is None:
+        # Copied, because steps donate the state.
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+    # With several processes, jax checks that all of them replicate the same values.
+    return _on_mesh(state, mesh)
+
+
+class _Parts(NamedTuple):
+    """The parts of a model, as in `TrainState`."""
+
+    params: Any
+    frozen: Any
+    variables: Any
+    graphdef: Any = None
+
+
+def _parts(
+    model: Any, mesh: Mesh | None, sample: Any, rngs: Any, variables: Any, wrt: Any
+) -> _Parts:
+    """Returns the parts of a model of any kind; the arguments of `create_state`."""
     if isinstance(model, TrainState):
         check_unused("a state", sample=sample, rngs=rngs, variables=variables)
         state, model = model, model.model
@@ -150,47 +186,20 @@ def create_state(
     if isinstance(model, nnx.Module):
         check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
         # A filter of a path also selects variables that are not parameters.
-        trained = (
-            nnx.Param if wrt is None else nnx.All(nnx.Param, checked_predicate(wrt))
-        )
+        trained = nnx.Param if wrt is None else nnx.All(nnx.Param, wrt)
         graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
-        params, frozen, others = map(as_arrays, states)
+        params, frozen, others = map(_as_arrays, states)
+        return _Parts(params, frozen, others, graphdef)
+    if isinstance(model, linen.Module):
+        check_unused("a Linen module", variables=variables)
+        others = init_linen(model, sample, rngs, mesh)
+        params = others.pop("params")
     else:
-        if isinstance(model, linen.Module):
-            if variables is not None:
-                raise ValueError(
-                    "`variables` was passed for a Linen module, which initializes its "
-                    "own. To start from existing values, pass the parameters instead: "
-                    '`create_state(old["params"], tx, mesh, variables={"batch_stats": '
-                    'old["batch_stats"]})`.'
-                )
-            if sample is None:
-                raise ValueError(
-                    f"`model` is a {type(model).__name__}, a Linen module. Pass "
-                    "`sample=` to initialize it, for instance `sample="
-                    'batches.specs[bucket].features["tokens"]`.'
-                )
-            others = init_linen(model, sample, rngs, mesh)
-            params = others.pop("params")
-        else:
-            check_unused("plain parameters", sample=sample, rngs=rngs)
-            params, others = checked_parameters(model), checked_collections(variables)
-        params, frozen = _split(params, wrt)
-    if wrt is not None and not jax.tree.leaves(params):
-        raise _nothing_selected(wrt, frozen)
-    opt_state = () if tx is None else tx.init(params)
-    state = TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=params,
-        frozen=frozen,
-        variables=others,
-        opt_state=opt_state,
-        graphdef=graphdef,
-    )
-    if mesh is None:
-        # Copied, because steps donate the state.
-        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
-    return _on_mesh(state, mesh)
+        check_unused("plain parameters", sample=sample, rngs=rngs)
+        check_plain(model, variables)
+        others = () if variables is None else _as_arrays(unfreeze(dict(variables)))
+        params = _as_arrays(model)
+    return _Parts(*_split(params, wrt), others)
 
 
 def checked_state(state: Any) -> TrainState:
@@ -207,33 +216,13 @@ def checked_state(state: Any) -> TrainState:
 
 def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
     """Returns a copy on the mesh, replicated unless it is sharded over the mesh."""
-    check_mesh(mesh)
-    leaves, structure = jax.tree.flatten(state)
-    is_sharded = [_is_sharded(x, mesh) for x in leaves]
-    others = [x for x, y in zip(leaves, is_sharded, strict=True) if not y]
-    _check_same_in_processes(others, mesh)
-    replicated = iter(replicate(others, mesh))
-    return jax.tree.unflatten(
-        structure,
-        [
-            jax.device_put(x, x.sharding, may_alias=False) if y else next(replicated)
-            for x, y in zip(leaves, is_sharded, strict=True)
-        ],
-    )
 
+    def put(leaf: Any) -> Any:
+        if _is_sharded(leaf, mesh):
+            return jax.device_put(leaf, leaf.sharding, may_alias=False)
+        return replicate(leaf, mesh)
 
-def _check_same_in_processes(leaves: list[Any], mesh: Mesh) -> None:
-    """Raises a ValueError if processes have different values to replicate."""
-    if can_be_compared(mesh):
-        values = [x for x in leaves if not isinstance(x, Tracer)]
-        local = [x for x in values if x.is_fully_addressable]
-        number = checksum(jax.device_put(local, jax.local_devices()[0]))
-        check_same(
-            mesh,
-            {"model": number},
-            "Initialize it from the same seed, or load the same parameters, in all "
-            "processes.",
-        )
+    return jax.tree.map(put, state)
 
 
 def _is_sharded(leaf: Any, mesh: Mesh) -> bool:
@@ -245,7 +234,7 @@ def _split(params: Any, wrt: Any) -> tuple[Any, Any]:
     """Returns the parameters to train and the others, each with None for the rest."""
     if wrt is None:
         return params, ()
-    selects = checked_predicate(wrt)
+    selects = nnx.filterlib.to_predicate(wrt)
     trained = jax.tree.map_with_path(
         lambda path, x: bool(selects(tuple(map(_key_name, path)), x)), params
     )
@@ -285,3 +274,10 @@ def _key_name(key: Any) -> Any:
         if hasattr(key, attribute):
             return getattr(key, attribute)
     return str(key)
+
+
+def _as_arrays(tree: Any) -> Any:
+    """Returns a tree of arrays of strong dtypes."""
+    # The weak dtype of a Python number would become a strong one in the first step, and
+    # the second step would be compiled again.
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)

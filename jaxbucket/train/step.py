@@ -11,29 +11,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_function, check_seed
-from jaxbucket.compile.events import record_arguments
-from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
+from jaxbucket.sharding import DATA_AXIS, Axes
 from jaxbucket.train.accumulation import accumulating_step
 from jaxbucket.train.gradients import gradient_sums
-from jaxbucket.train.loss import (
-    LossFn,
-    Metrics,
-    Mode,
-    checked_loss,
-    mean_metrics,
-    sum_over_batch,
-)
+from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
 from jaxbucket.train.model_checks import check_optimizer
-from jaxbucket.train.pmap import PmapStep
+from jaxbucket.train.modes import Mode, checked_axes, jit_step, sum_over_batch
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.update import updater
-from jaxbucket.train.variables import (
-    EVALUATION_REMEDY,
-    Values,
-    check_parameters,
-    check_variables,
-    values_after,
-)
+from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
 
 
 def make_train_step(
@@ -106,11 +92,10 @@ def make_train_step(
     Raises:
       ValueError: if `loss_fn` is not a function, the mode or an axis is unknown, the
         seed is out of range, `tx` is not an optimizer, or `accumulate` is not a bool;
-        with "pmap", if the state is sharded or the devices of a process are not
-        adjacent in the mesh; when traced, if the loss breaks the contract, the state is
-        of another optimizer, or variables change in another mode than "jit".
-      TypeError: when traced, if a tuple of micro-batches is passed without
-        `accumulate`.
+        with "pmap", if the state is sharded, not all axes of the mesh shard the rows,
+        or the devices of a process are not adjacent in it; when traced, if the loss
+        breaks the contract, the state is of another optimizer, variables change in
+        another mode than "jit", or micro-batches are passed without `accumulate`.
     """
     if not isinstance(accumulate, bool):
         raise ValueError(
@@ -124,27 +109,21 @@ def make_train_step(
             "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
         )
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
-    axes = axis_names(mesh, batch_axes)
+    axes = checked_axes(mesh, mode, batch_axes)
     local_sums = gradient_sums(loss_fn, updates_variables=mode == "jit")
-    global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, check_seed(seed))
+    global_sums = sum_over_batch(local_sums, mesh, mode, axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
     replicated = NamedSharding(mesh, PartitionSpec())
     if state_sharding is None:
         state_sharding = replicated
     if accumulate:
         return accumulating_step(
-            local_sums,
-            global_sums,
-            update,
-            mesh,
-            state_sharding=state_sharding,
-            pmap_axes=axes if mode == "pmap" else None,
+            local_sums, global_sums, update, mesh, mode, state_sharding
         )
 
-    @record_arguments
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        if isinstance(batch, tuple | list) and not isinstance(batch, Batch):
-            raise TypeError(
+        if not isinstance(batch, Batch):
+            raise ValueError(
                 f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass "
                 "`accumulate=True` to `make_train_step` for a step that takes "
                 "micro-batches."
@@ -152,10 +131,12 @@ def make_train_step(
         (grads, sums), variables = global_sums(state, batch)
         return update(state, grads, sums, variables)
 
-    if mode == "pmap":
-        return PmapStep(train_step, mesh, axes, donate=(0,))
-    return jax.jit(
-        train_step, donate_argnums=0, out_shardings=(state_sharding, replicated)
+    return jit_step(
+        train_step,
+        mesh,
+        mode,
+        donate=(0,),
+        out_shardings=(state_sharding, replicated),
     )
 
 
@@ -201,26 +182,21 @@ def make_eval_step(
         traced, if the loss breaks the contract or changes variables of the model.
     """
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
-    axes = axis_names(mesh, batch_axes)
+    axes = checked_axes(mesh, mode, batch_axes)
 
     def local_sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        def call(state: TrainState) -> tuple[Metrics, Values]:
-            model = state.model
-            _, sums, returned = checked_loss(loss_fn, model, batch, keys)
-            return sums, values_after(state.variables, model, returned)
-
-        sums, new = call(checked_state(state))
-        check_parameters(state, new, lambda x: call(x)[1])
-        check_variables(state, new, lambda x: call(x)[1], EVALUATION_REMEDY)
+        sums, _ = call_model(
+            lambda model: call_loss(loss_fn, model, batch, keys)[1:],
+            checked_state(state),
+            EVALUATION_REMEDY,
+        )
         return sums, ()
 
-    global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)
+    global_sums = sum_over_batch(local_sums, mesh, mode, axes, seed=None)
 
-    @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        sums, _ = global_sums(checked_state(state), batch)
+        sums, _ = global_sums(state, batch)
         return mean_metrics(sums)
 
-    if mode == "pmap":
-        return PmapStep(eval_step, mesh, axes)
-    return jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jit_step(eval_step, mesh, mode, out_shardings=replicated)

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxbucket.optim.scaling_rules import at_least_float32
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
-from jaxbucket.train.gradients import all_finite
 from jaxbucket.train.loss import Metrics, mean_metrics
-from jaxbucket.train.model_checks import check_state_of
 from jaxbucket.train.state import TrainState
-from jaxbucket.train.variables import Values, by_path, with_values
+from jaxbucket.train.variables import Values, with_values
 
 
 def updater(
@@ -31,18 +30,11 @@ def updater(
     tx = optax.with_extra_args_support(tx)
 
     def update(
-        state: TrainState, grads: Any, sums: Metrics, new_variables: Values
+        state: TrainState, grads: Any, sums: Metrics, variables: Values
     ) -> tuple[TrainState, Metrics]:
-        check_state_of(tx, state.params, state.opt_state)
+        _check_state_of(tx, state.params, state.opt_state)
         metrics = mean_metrics(sums)
-        # With zero weight, the mean gradient is zero; with infinite weight, it is NaN.
-        divisor = jnp.where(sums["weight"] == 0, jnp.inf, sums["weight"])
-        divisor = jnp.where(jnp.isinf(sums["weight"]), jnp.nan, divisor)
-        grads = jax.tree.map(
-            lambda grad, param: _divide(grad, divisor).astype(param.dtype),
-            grads,
-            state.params,
-        )
+        grads = _mean_gradients(grads, sums["weight"], state.params)
         updates, opt_state = tx.update(
             grads,
             state.opt_state,
@@ -54,48 +46,85 @@ def updater(
             num_rows=metrics["num_rows"],
             weight=metrics["weight"],
         )
-        params = optax.apply_updates(state.params, updates)
         metrics |= {"grad_norm": _norm(grads), **learning_rate_metrics(opt_state)}
-        if skip_nonfinite:
-            scalars = (metrics["loss"], metrics["grad_norm"])
-            old_variables = by_path(state.variables)
-            # Variables with a rule only, because the others do not change.
-            old_variables = {path: old_variables[path] for path in new_variables}
-            skipped = ~all_finite(
-                (updates, scalars),
-                (params, opt_state, new_variables),
-                (state.params, state.opt_state, old_variables),
-            )
-            params = jax.tree.map(
-                functools.partial(jnp.where, skipped), state.params, params
-            )
-            opt_state = skip_where(skipped, opt_state, state.opt_state)
-            new_variables = {
-                path: jnp.where(skipped, old_variables[path], new)
-                for path, new in new_variables.items()
-            }
-            metrics["skipped"] = skipped.astype(jnp.int32)
-        return dataclasses.replace(
+        new = dataclasses.replace(
             state,
-            step=state.step + 1,
-            params=params,
-            variables=with_values(state.variables, new_variables),
+            params=optax.apply_updates(state.params, updates),
+            variables=with_values(state.variables, variables),
             opt_state=opt_state,
-        ), metrics
+        )
+        if skip_nonfinite:
+            checked = updates, metrics["loss"], metrics["grad_norm"]
+            skipped = ~_all_finite(checked, new, state)
+            new = _skip_where(skipped, new, state)
+            metrics["skipped"] = skipped.astype(jnp.int32)
+        return dataclasses.replace(new, step=state.step + 1), metrics
 
     return update
 
 
-def _divide(value: jax.Array, divisor: jax.Array) -> jax.Array:
-    # Half precision is divided in the dtype of the divisor, because 1 / 65,536 is not
-    # exact in float16.
-    wide = max(value.dtype, divisor.dtype, key=lambda dtype: dtype.itemsize)
-    return value.astype(wide) / divisor.astype(wide)
+def _check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
+    """Raises a ValueError if a state was made with another optimizer."""
+    try:
+        initial = jax.eval_shape(tx.init, params)
+    except Exception:
+        # The initial state depends on the values or the shardings of the parameters, so
+        # its structure is not known.
+        return
+    if _shapes(opt_state) != _shapes(initial):
+        raise ValueError(
+            "`state` was made without an optimizer, or with another one than the step. "
+            "Pass the same `tx` to `create_state(model, tx, mesh)` and "
+            "`make_train_step`."
+        )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+
+
+def _mean_gradients(grads: Any, weight: jax.Array, params: Any) -> Any:
+    """Returns the gradients of the mean loss, in the dtypes of the parameters."""
+    # With zero weight, the mean gradient is zero; with infinite weight, it is NaN.
+    divisor = jnp.where(weight == 0, jnp.inf, weight)
+    divisor = jnp.where(jnp.isinf(weight), jnp.nan, divisor)
+
+    def divide(grad: jax.Array, param: jax.Array) -> jax.Array:
+        # Half precision is divided in the dtype of the divisor, because 1 / 65,536 is
+        # not exact in float16.
+        wide = max(grad.dtype, divisor.dtype, key=lambda dtype: dtype.itemsize)
+        return (grad.astype(wide) / divisor.astype(wide)).astype(param.dtype)
+
+    return jax.tree.map(divide, grads, params)
 
 
 def _norm(tree: Any) -> jax.Array:
     """Returns the global norm of a tree, in single precision or wider."""
-    leaves = [jnp.abs(x) for x in jax.tree.leaves(tree)]
-    dtypes = [jnp.dtype(jnp.float32), *(x.dtype for x in leaves)]
-    wide = max(dtypes, key=lambda dtype: dtype.itemsize)
-    return jnp.sqrt(sum(jnp.sum(jnp.square(x.astype(wide))) for x in leaves))
+    return optax.tree.norm(jax.tree.map(at_least_float32, tree))
+
+
+def _skip_where(skipped: jax.Array, new: TrainState, old: TrainState) -> TrainState:
+    """Returns the old state where an update is skipped, with schedules advanced."""
+    keep = functools.partial(jnp.where, skipped)
+    return dataclasses.replace(
+        new,
+        params=jax.tree.map(keep, old.params, new.params),
+        variables=jax.tree.map(keep, old.variables, new.variables),
+        opt_state=skip_where(skipped, new.opt_state, old.opt_state),
+    )
+
+
+def _all_finite(tree: Any, new: TrainState, old: TrainState) -> jax.Array:
+    """Returns whether a tree is finite, and a new state wherever the old one was.
+
+    The state is checked because an average that has overflowed yields updates of zero
+    from then on.
+    """
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    finite += [
+        (jnp.isfinite(x) | ~jnp.isfinite(y)).all()
+        for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    return jnp.all(jnp.array(finite))

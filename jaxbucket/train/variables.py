@@ -10,25 +10,20 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from jaxbucket.train.forwarding import are_forwarded
 from jaxbucket.train.state import TrainState
 
+_Result = TypeVar("_Result")
 # Path of a variable, in Python syntax -> its value.
 Values: TypeAlias = dict[str, jax.Array]
 
 _BATCH_STATS = "batch_stats"
-# Remedies for what a model must not change.
-_PARAMETER_REMEDY = (
-    "It is a parameter, which only the optimizer changes. Make it a variable of "
-    "another type than `nnx.Param`."
-)
 EVALUATION_REMEDY = (
     "Models are fixed in evaluation and prediction. Use the running averages of "
     "batch statistics and no dropout there (in a loss, if `keys is None`): call "
@@ -58,82 +53,71 @@ def values_after(variables: Any, model: Any, returned: Any) -> Values:
                 "model instead; steps take their new values from there."
             )
         new = by_path(nnx.state(model))
+        changed = {path: new[path] for path in old}
     else:
-        new = old | _of_collections(returned, old)
-    for path, value in old.items():
-        shape, dtype = jnp.shape(new[path]), jnp.result_type(new[path])
-        if (shape, dtype) != (value.shape, value.dtype):
+        new = changed = by_path(dict(returned or {}))
+    for path, value in changed.items():
+        was, now = _type_name(old.get(path)), _type_name(value)
+        if was != now:
             raise ValueError(
-                f"`loss_fn` changes {path} from {value.dtype}{list(value.shape)} to "
-                f"{dtype}{list(shape)}. Keep its shape and dtype, because steps are "
-                "compiled for them."
+                f"`loss_fn` changes the variable {path} from {was} to {now}. Return "
+                "or assign only variables of the state, and keep their shapes and "
+                "dtypes, because steps are compiled for them. To add a collection, "
+                "pass `variables=` to `create_state`."
             )
-    return new
+    return old | new
 
 
-def _of_collections(returned: Any, old: Values) -> Values:
-    if returned is None:
-        return {}
-    if not isinstance(returned, Mapping):
-        raise ValueError(
-            f"`loss_fn` returned variables as {type(returned).__name__}. Return a dict "
-            'of collections, such as {"batch_stats": ...}.'
-        )
-    new = by_path(dict(returned))
-    if unknown := sorted(new.keys() - old.keys()):
-        raise ValueError(
-            f"`loss_fn` returned the variable {unknown[0]}, which is not in the "
-            "collections of the state. Return only those that change, such as "
-            '`{"batch_stats": new["batch_stats"]}`. To add a collection to the state, '
-            "pass `variables=` to `create_state`, or `sample=` with a Linen module "
-            "that initializes it."
-        )
-    return new
+def _type_name(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
 
 
-def check_parameters(
-    state: TrainState, new: Values, call: Callable[[TrainState], Values]
-) -> None:
-    """Raises a ValueError if a call has assigned parameters of an NNX model.
+def call_model(
+    fn: Callable[[Any], tuple[_Result, Any]],
+    state: TrainState,
+    remedy: str,
+    *,
+    fixed: tuple[str, ...] = ("params", "frozen", "variables"),
+) -> tuple[_Result, Values]:
+    """Returns the result of a function of a model, and the variables after it, by path.
 
     Args:
-      state: the state before the call.
-      new: the values after it, from `values_after`.
-      call: returns them for another state. It is only traced again if a value may have
-        been passed on, as by `nnx.remat`.
+      fn: `model -> (result, returned variables)`. It is traced again if a value may
+        have been passed on, as by `nnx.remat`.
+      state: the state of the model.
+      remedy: the end of the message.
+      fixed: the parts of the state that may not change.
+
+    Raises:
+      ValueError: if one of them has changed.
     """
-    if state.graphdef is not None:
-        _check_unchanged(state, ("params", "frozen"), new, call, _PARAMETER_REMEDY)
 
+    def call(state: TrainState) -> tuple[_Result, Values]:
+        model = state.model
+        result, returned = fn(model)
+        return result, values_after(state.variables, model, returned)
 
-def check_variables(
-    state: TrainState, new: Values, call: Callable[[TrainState], Values], remedy: str
-) -> None:
-    """Raises a ValueError that ends with a remedy, if a call has changed variables."""
-    _check_unchanged(state, ("variables",), new, call, remedy)
-
-
-def _check_unchanged(
-    state: TrainState,
-    names: Sequence[str],
-    new: Values,
-    call: Callable[[TrainState], Values],
-    remedy: str,
-) -> None:
-    parts = {name: getattr(state, name) for name in names}
-    old = [pair for part in parts.values() for pair in by_path(part).items()]
+    result, new = call(state)
+    if state.graphdef is None:
+        # Only an NNX model can assign its parameters.
+        fixed = tuple(name for name in fixed if name == "variables")
+    trees = [getattr(state, name) for name in fixed]
+    old = [pair for tree in trees for pair in by_path(tree).items()]
     if all(new[path] is value for path, value in old):
-        return
-    leaves, structure = jax.tree.flatten(list(parts.values()))
+        return result, new
+    leaves, structure = jax.tree.flatten(trees)
 
     def values(leaves: Sequence[Any]) -> list[Any]:
-        given = zip(names, jax.tree.unflatten(structure, leaves), strict=True)
-        after = call(dataclasses.replace(state, **dict(given)))
+        given = zip(fixed, jax.tree.unflatten(structure, leaves), strict=True)
+        _, after = call(dataclasses.replace(state, **dict(given)))
         return [after[path] for path, _ in old]
 
     for (path, _), is_same in zip(old, are_forwarded(values, leaves), strict=True):
         if not is_same:
             raise ValueError(f"The model changes {path}. {remedy}")
+    return result, new
 
 
 def warn_if_not_returned(variables: Any, returned: Any) -> None:
@@ -152,29 +136,6 @@ def with_values(variables: Any, values: Mapping[str, Any]) -> Any:
     return jax.tree.map_with_path(
         lambda path, old: values.get(jax.tree_util.keystr(path), old), variables
     )
-
-
-def kept_if(keeps: Any, old: Values, new: Values) -> Values:
-    """Returns the old values if a condition on the devices holds, else the new ones."""
-    return {path: jnp.where(keeps, old[path], value) for path, value in new.items()}
-
-
-def overwritten_values(variables: Any) -> Values:
-    """Returns the variables whose gradients are their new values, by path.
-
-    They are the scales of layers in fp8. Some depend on the gradients of activations,
-    which the forward pass does not know, so Flax keeps them in a collection of their
-    own and replaces them by their gradients.
-    """
-    # A Linen module in an NNX model has a variable type of the same name.
-    return {
-        jax.tree_util.keystr((*path, *inner)): leaf
-        for path, variable in jax.tree.leaves_with_path(
-            variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
-        )
-        if OVERWRITE_WITH_GRADIENT in (path[0].key, type(variable).__name__)
-        for inner, leaf in jax.tree.leaves_with_path(variable)
-    }
 
 
 def by_path(tree: Any) -> Values:

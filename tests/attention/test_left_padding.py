@@ -93,6 +93,7 @@ def test_outputs_that_are_moved_back_are_predicted():
         jb.make_predict_step(predict_fn, mesh),
         jb.create_state({"w": np.float32(1)}, mesh=mesh),
         jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh),
+        sequences="y",
     )
     assert [x["y"].tolist() for x in outputs] == [
         [2 * i for i in row] for row in ROWS if row

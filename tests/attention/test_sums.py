@@ -77,7 +77,9 @@ def test_one_function_predicts_from_padded_and_packed_rows():
             return {"sum": example_sums(x, batch, schedule.max_segments)}
 
         step = jb.make_predict_step(predict_fn, mesh)
-        outputs = jb.predict(step, state, jb.MeshLoader(source, schedule, mesh))
+        outputs = jb.predict(
+            step, state, jb.MeshLoader(source, schedule, mesh), sequences=[]
+        )
         assert [x["sum"] for x in outputs] == [7, 8, 48, 64]
 
 

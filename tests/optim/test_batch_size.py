@@ -3,8 +3,6 @@
 import functools
 import inspect
 import math
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -205,26 +203,6 @@ def test_it_equals_a_scaled_rate_for_50_steps_of_changing_buckets(
             )
 
 
-# Which optimizers are linear in their learning rate, for all exports of optax.
-
-NONLINEAR = {
-    *("fromage", "lars", "polyak_sgd", "rprop", "lbfgs"),
-    # Parts of the above.
-    *("scale_by_polyak", "scale_by_rprop"),
-    *("scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"),
-    # Those of `optax.contrib`.
-    *("cocob", "dadapt_adamw", "madgrad", "scale_by_madgrad"),
-    *("schedule_free_adamw", "schedule_free_sgd"),
-    *("momo", "momo_adam", "prodigy"),
-}
-# Large enough to reach the bound on the step size.
-RATES = dict.fromkeys(
-    ("polyak_sgd", "scale_by_polyak", "momo", "momo_adam", "prodigy"), 1.0
-)
-# These require more than a learning rate, or special gradients.
-NOT_TESTED = {"dpsgd", "schedule_free", "sophia"}
-
-
 def with_learning_rate(module) -> dict:
     """Returns the functions with a learning rate, or a bound on it, by name."""
     rates = {"learning_rate", "max_learning_rate"}
@@ -238,66 +216,6 @@ def with_learning_rate(module) -> dict:
 
 
 OPTAX = with_learning_rate(optax)
-EVERY = {**OPTAX, **with_learning_rate(optax.contrib)}
-
-
-# Some optimizers issue deprecation warnings.
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    mostly_exhaustive(
-        sorted(EVERY.keys() - NOT_TESTED),
-        {"adafactor", "adamw", "lars", "fromage", "polyak_sgd", "schedule_free_sgd"},
-    ),
-)
-def test_every_optimizer_is_known_to_be_linear_or_not(name):
-    rate = RATES.get(name, 1e-2)
-    is_linear = jb.optim.is_linear_in_lr(EVERY[name], learning_rate=rate)
-    assert is_linear == (name not in NONLINEAR)
-
-
-def test_the_documentation_lists_linear_and_nonlinear_optimizers():
-    page = pathlib.Path(__file__).parents[2] / "docs" / "learning_rates.md"
-    linear, not_linear, none, *_ = re.findall(
-        r"^\* \*\*(.*?)(?=^\* |^An optimizer)", page.read_text(), re.M | re.S
-    )
-    words = [set(re.findall(r"\w+", text)) for text in (linear, not_linear, none)]
-    for name in EVERY.keys() - NOT_TESTED:
-        assert (name in words[0]) == (name not in NONLINEAR), name
-        assert name in words[0] | words[1] | words[2]
-    assert NOT_TESTED < set(re.findall(r"\w+", page.read_text()))
-
-
-def _scaled_after(steps, lr):
-    """Scales updates by the learning rate after a number of steps."""
-
-    def update(updates, count, params=None):
-        factor = jnp.where(count >= steps, lr, 1)
-        return jax.tree.map(lambda u: u * factor, updates), count + 1
-
-    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
-
-
-NONLINEAR_WITH_OPTIONS = {
-    "no updates": lambda lr: optax.set_to_zero(),
-    # The difference is one part in a thousand, or appears only after some steps.
-    "a little": lambda lr: optax.stateless(
-        lambda updates, params: jax.tree.map(
-            lambda g: -lr * (1 + 0.05 * lr) * g, updates
-        )
-    ),
-    "late": lambda lr: optax.chain(optax.sgd(lr), _scaled_after(4, lr)),
-    "adafactor with momentum": lambda lr: optax.adafactor(lr, momentum=0.9),
-    "adafactor with decay": lambda lr: optax.adafactor(lr, weight_decay_rate=0.1),
-    "rmsprop with momentum": lambda lr: optax.rmsprop(lr, momentum=0.9),
-    "trace after the rate": lambda lr: optax.chain(optax.sgd(lr), optax.trace(0.9)),
-}
-
-
-@pytest.mark.parametrize("name", NONLINEAR_WITH_OPTIONS)
-def test_state_after_the_learning_rate_makes_an_optimizer_nonlinear(name):
-    assert not jb.optim.is_linear_in_lr(NONLINEAR_WITH_OPTIONS[name])
-
 
 ROUTED = {
     name: make
@@ -640,18 +558,6 @@ def test_a_skipped_update_keeps_averages_and_advances_schedules(name):
 # Among other transformations
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_it_works_under_multi_steps():
-    inner = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
-    multi = optax.MultiSteps(inner, every_k_schedule=2)
-    grads = jnp.ones(())
-    state, applied = multi.init(grads), []
-    for size in (16, 16, 64, 64):
-        update, state = multi.update(grads, state, grads, num_examples=size)
-        applied.append(float(update))
-    assert applied == [0, -2, 0, -4]
-
-
 def test_nnx_optimizer_forwards_the_size():
     model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     before = np.asarray(model.bias.get_value())
@@ -729,8 +635,6 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
             for x in (1e-3, SCALED, BY_WORK)
         ),
         (lambda: jb.optim.schedule_by_work(lambda n: n, "steps"), "work"),
-        (lambda: jb.optim.is_linear_in_lr(optax.sgd(1e-3)), "make_tx"),
-        (lambda: jb.optim.is_linear_in_lr(optax.sgd, learning_rate=0), "learning_rate"),
         (lambda: jb.optim.warmup_inverse_sqrt_schedule(1e-3, 0), "warmup_steps"),
         (lambda: jb.optim.warmup_inverse_sqrt_schedule(-1, 9), "peak_value"),
         *(
@@ -800,14 +704,6 @@ def test_a_rule_must_return_one_number(result):
 # Precision, and steps that are skipped
 
 
-def test_a_factor_may_exceed_half_precision():
-    tx = jb.scale_by_batch_size(base_examples=1, rule="linear")
-    updates, _ = tx.update(
-        jnp.full(2, 1e-3, jnp.float16), tx.init(0), num_examples=2**17
-    )
-    np.testing.assert_allclose(updates, 2**17 * 1e-3, rtol=1e-3)
-
-
 @pytest.mark.skipif(
     tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7),
     reason="optax does not advance the schedule",
@@ -847,16 +743,3 @@ def test_wrappers_that_count_are_restored_completely_if_skipped(wrap):
     _, new = tx.update(params, state, params)
     restored = skip_where(jnp.asarray(True), new, state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-
-
-@pytest.mark.usefixtures("standard_promotion")
-def test_hyperparam_dtype_supports_half_precision_parameters():
-    adamw = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
-    tx = adamw(learning_rate=jb.scale_schedule(1e-2, base_examples=4))
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(params)
-    for _ in range(3):
-        updates, state = tx.update(params, state, params, num_examples=5)
-        assert np.isfinite(updates["w"].astype(np.float32)).all()
-    rate = learning_rate_metrics(state)["learning_rate"]
-    np.testing.assert_allclose(rate, 1e-2 * np.sqrt(1.25), rtol=1e-6)

@@ -1,7 +1,6 @@
 """A step of several micro-batches against one padded batch of the same examples."""
 
 import re
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -235,38 +234,6 @@ def test_compiled_and_jitted_steps_agree_and_donate_their_state(mode):
             np.testing.assert_array_equal(a, b)
 
 
-@EXHAUSTIVE
-def test_dropout_differs_between_micro_batches_but_not_between_meshes():
-    batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
-    losses_by_count = {}
-    for num_devices, mode in ((1, "jit"), (8, "shard_map"), (4, "pmap")):
-        mesh = jb.data_mesh(jax.devices()[:num_devices])
-        step, state = make_step(with_dropout, recorder(), mesh, mode=mode, seed=5)
-        for count in (1, 2):
-            _, metrics = step(
-                jb.sharding.replicate(state, mesh), on(mesh, [batch] * count)
-            )
-            losses_by_count.setdefault(count, []).append(float(metrics["loss"]))
-    for losses in losses_by_count.values():
-        np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
-    # The same rows in a second micro-batch have different dropout.
-    assert abs(losses_by_count[1][0] / losses_by_count[2][0] - 1) > 1e-3
-
-
-@pytest.mark.exhaustive
-def test_a_single_micro_batch_equals_a_step_without_accumulation():
-    batch = jb.data.collate_rows(make_examples(8), jb.Bucket(8, 24))
-    mesh, tx = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
-    step, state = make_step(with_dropout, tx, mesh, seed=5)
-    plain = jb.make_train_step(with_dropout, tx, mesh, seed=5)
-    want, want_metrics = plain(jb.sharding.replicate(state, mesh), on(mesh, [batch])[0])
-    got, metrics = step(state, on(mesh, [batch]))
-    assert distance(got.params, want.params) < 1e-6
-    assert metrics.keys() == want_metrics.keys()
-    for name in metrics:
-        np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
-
-
 def test_clipping_and_learning_rate_depend_on_the_whole_step():
     examples = make_examples(40)
     whole = jb.data.collate_rows(examples, jb.Bucket(40, 32))
@@ -315,121 +282,32 @@ def test_a_nonfinite_micro_batch_skips_the_whole_step(mode):
     assert metrics["skipped"] == 0 and distance(state.params, before) > 0
 
 
-TWO = """
-import json
-import jax, numpy as np
-import jaxbucket as jb
-{model}
-
-jax.config.update("jax_enable_x64", {is_wide})
-params = make_params({dtype!r})
-with jb.Processes() as processes:
-    mesh = jb.data_mesh()
-    step, state = make_step(
-        with_dropout, recorder(), mesh, params, mode={mode!r}, seed=5
-    )
-    shard = jb.sharding.local_rows(mesh)
-    groups = [
-        tuple(
-            jax.tree.map(lambda x: x[shard.rows(len(x))], batch)
-            for batch in split(make_examples(40), seed)
-        )
-        for seed in range(3)
-    ]
-    for group in jb.sharding.prefetch_to_mesh(groups, mesh):
-        state, metrics = step(state, group)
-        grads = [x.tolist() for x in jax.tree.leaves(state.opt_state)]
-        record(json.dumps([grads, float(metrics["loss"]), int(metrics["num_rows"])]))
-"""
-
-
-# "shard_map" in several processes is tested with steps without accumulation.
-@EXHAUSTIVE
-@pytest.mark.parametrize(
-    ("mode", "dtype", "limit"),
-    [
-        ("pmap", "float64", 1e-12),
-    ],
-)
-def test_two_processes_compute_the_gradient_of_one(launch, mode, dtype, limit):
-    import inspect
-    import json
-
-    helpers = (
-        make_params,
-        token_losses,
-        with_dropout,
-        make_examples,
-        split,
-        recorder,
-        make_step,
-    )
-    model = "\n".join(map(inspect.getsource, helpers))
-    names = f"import jax.numpy as jnp, optax\nSYMBOLS, WIDTH = {SYMBOLS}, {WIDTH}\n"
-    is_wide = dtype == "float64"
-    code = textwrap.dedent(TWO).format(
-        model=names + model, mode=mode, dtype=dtype, is_wide=is_wide
-    )
-    done = launch(code, devices=2)
-    assert done.status == 0, done.output
-    with jax.enable_x64(is_wide):
-        mesh = jb.data_mesh(jax.devices()[:1])
-        step, state = make_step(
-            with_dropout, recorder(), mesh, make_params(dtype), seed=5
-        )
-        for seed in range(3):
-            state, metrics = step(state, on(mesh, split(make_examples(40), seed)))
-            for process in range(2):
-                grads, loss, rows = json.loads(done.recorded(process)[seed])
-                leaves = [np.array(x, dtype) for x in grads]
-                assert distance(leaves, jax.tree.leaves(state.opt_state)) < limit
-                assert loss == pytest.approx(float(metrics["loss"]), rel=10 * limit)
-                assert rows == metrics["num_rows"]
-
-
 MESH = jb.data_mesh(jax.devices()[:2])
-
-
-def refuse(micro_batches, compiled=False):
-    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
-    if compiled:
-        plan = jb.BucketPlan.from_shapes([(8, 24)])
-        specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
-        step = jb.compile_steps(step, state, specs, progress=False)
-    step(state, micro_batches)
 
 
 BATCH = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 24))
 OTHER = jb.data.collate_rows(make_examples(4), jb.Bucket(8, 25))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    ("micro_batches", "message"),
-    [
-        ((), "`micro_batches` is empty. Pass a tuple of `jaxbucket.Batch`"),
-        (BATCH, "`micro_batches` is a Batch. Pass a tuple"),
-        (None, "`micro_batches` is a NoneType. Pass a tuple"),
-    ],
+    "micro_batches", [(), BATCH, None], ids=["empty", "batch", "none"]
 )
-def test_micro_batches_must_be_a_tuple_of_batches(micro_batches, message, compiled):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        refuse(micro_batches, compiled)
+def test_micro_batches_must_be_a_tuple_of_batches(micro_batches):
+    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
+    with pytest.raises(ValueError, match="`micro_batches`"):
+        step(state, micro_batches)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: None, "`micro_batches[1]` is a NoneType, not a `jaxbucket.Batch`"),
+        (lambda: None, "`micro_batches[1]`"),
         (
             lambda: on(MESH, [BATCH._replace(features={"tokens": BATCH.mask + 0})])[0],
-            "`batch.features['task']` is missing, but [8, 24] was compiled for",
+            "`batch.features['task']`",
         ),
-        (
-            lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0],
-            "`micro_batches[1]` is on 2 devices, which differ from the 2 devices",
-        ),
+        (lambda: on(jb.data_mesh(jax.devices()[2:4]), [BATCH])[0], "device"),
     ],
 )
 def test_a_refused_micro_batch_leaves_the_state_unchanged(other, message, compiled):
@@ -439,7 +317,7 @@ def test_a_refused_micro_batch_leaves_the_state_unchanged(other, message, compil
             jb.BucketPlan.from_shapes([(8, 24)]), make_examples(1)[0], MESH
         )
         step = jb.compile_steps(step, state, specs, progress=False)
-    elif "was compiled" in message:
+    elif "task" in message:
         pytest.skip("without a plan, batches may have any features")
     (first,) = on(MESH, [BATCH])
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -526,37 +404,6 @@ def test_a_micro_batch_outside_the_plan_leaves_the_state_unchanged():
     assert state.step == 1
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_sharded_state_under_pmap_is_refused(accumulate):
-    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
-        jb.make_train_step(
-            by_tokens,
-            optax.sgd(1),
-            MESH,
-            accumulate=accumulate,
-            mode="pmap",
-            state_sharding="any",
-        )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", MODES)
-def test_gradient_sums_are_donated(mode):
-    received = []
-    step, state = make_step(by_tokens, optax.sgd(0.1), MESH, mode=mode)
-    add = step.add
-
-    def recorded(state, accumulated, batch):
-        received.append(accumulated)
-        return add(state, accumulated, batch)
-
-    step.add = recorded
-    state, _ = step(state, on(MESH, [BATCH, BATCH, BATCH]))
-    # The first sums are copied, because they lack the sharding of pmap's results.
-    for accumulated in received[1:]:
-        assert all(x.is_deleted() for x in jax.tree.leaves(accumulated))
-
-
 def fails_for_long_rows(params, batch, keys):
     if batch.bucket.seq_len == 25:
         raise RuntimeError("too long for this loss")
@@ -582,18 +429,6 @@ def test_a_loss_that_fails_for_a_micro_batch_leaves_the_state_unchanged(loss, mo
     assert state.step == 1
 
 
-def test_a_different_device_order_leaves_the_state_unchanged():
-    other = jb.data_mesh(jax.devices()[1::-1])
-    plan = jb.BucketPlan.from_shapes([(8, 24)])
-    specs = jb.sharding.batch_specs(plan, make_examples(1)[0], MESH)
-    step, state = make_step(by_tokens, optax.sgd(0.1), MESH)
-    steps = jb.compile_steps(step, state, specs, progress=False)
-    with pytest.raises(ValueError, match="sharding"):
-        steps(state, (*on(MESH, [BATCH]), *on(other, [BATCH])))
-    state, _ = steps(state, on(MESH, [BATCH]))
-    assert state.step == 1
-
-
 @pytest.mark.exhaustive
 def test_the_sums_of_a_loss_may_depend_on_the_features():
     def loss(params, batch, keys):
@@ -616,21 +451,3 @@ def test_numpy_batches_are_accepted():
     _, want = step(jax.tree.map(jnp.copy, state), on(MESH, [BATCH, BATCH]))
     _, metrics = step(state, (BATCH, BATCH))
     assert metrics["loss"] == want["loss"]
-
-
-@pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
-)
-def test_many_half_precision_gradients_do_not_lose_precision(dtype):
-    """Their sum is far larger than a sum computed in half precision."""
-
-    def loss(params, batch, keys):
-        count = batch.num_tokens.astype(jnp.float32)
-        return 1.1 * params.astype(jnp.float32) * count, batch.num_tokens
-
-    tx = optax.sgd(1.0)
-    step = jb.make_train_step(loss, tx, MESH, accumulate=True)
-    state = jb.create_state(jnp.zeros((), dtype), tx, MESH)
-    state, metrics = step(state, on(MESH, [BATCH] * 1500))
-    np.testing.assert_allclose(state.params, -1.1, rtol=1e-2)
-    np.testing.assert_allclose(metrics["grad_norm"], 1.1, rtol=1e-2)

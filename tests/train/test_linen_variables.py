@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen
 
 import jaxbucket as jb
 
@@ -89,33 +89,7 @@ def test_all_other_variables_are_kept(module, variables):
     assert jb.create_state(module, sample=X).variables == variables
 
 
-def test_a_numpy_bool_is_a_python_value():
-    state = jb.create_state(Router(), sample=(X, np.bool_(True)))
-    assert "Dense_0" in state.params
-
-
-class ByName(linen.Module):
-    @linen.compact
-    def __call__(self, x, *, train):
-        return linen.Dense(1)(x)
-
-
-@pytest.mark.parametrize("sample", [X, (X, True), (X, {"train": True})])
-def test_a_sample_that_does_not_fit_is_refused(sample):
-    message = r"`sample` does not fit `ByName.__call__`: .*`variables = module.init\("
-    with pytest.raises(ValueError, match=message):
-        jb.create_state(ByName(), sample=sample)
-
-
 KEY = jax.random.key(0)
-
-
-@pytest.mark.parametrize(
-    "rngs", [0, nnx.Rngs(0), {"dropout": KEY}, {"params": 0}, jax.random.split(KEY)]
-)
-def test_values_that_are_not_keys_are_refused(rngs):
-    with pytest.raises(ValueError, match="`rngs` is a .*, neither a random key nor"):
-        jb.create_state(linen.Dense(1), sample=X, rngs=rngs)
 
 
 def test_old_and_new_keys_initialize_alike():
@@ -125,23 +99,6 @@ def test_old_and_new_keys_initialize_alike():
     ]
     for state in states[1:]:
         jax.tree.map(np.testing.assert_array_equal, state.params, states[0].params)
-
-
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ("model", r"`model` shards .*kernel.* over \['model'\], but the mesh has axes"),
-        ("data", "of shape .3, 6., into 4 parts, which do not divide 6"),
-    ],
-)
-def test_a_sharding_that_does_not_fit_the_mesh_is_refused(axis, message):
-    init = linen.with_partitioning(linen.initializers.ones, (None, axis))
-    with pytest.raises(ValueError, match=message):
-        jb.create_state(
-            linen.Dense(6, kernel_init=init),
-            mesh=jb.data_mesh(jax.devices()[:4]),
-            sample=X,
-        )
 
 
 DIFFERENT = """
@@ -156,7 +113,6 @@ with jb.Processes() as processes:
         lambda: jb.create_state(
             linen.Dense(1), mesh=mesh, sample=x, rngs=jax.random.key(index)
         ),
-        lambda: jb.create_state(linen.Dense(1), mesh=mesh, sample=x[index:]),
         lambda: jb.create_state(
             nnx.Linear(1, 1, rngs=nnx.Rngs(index)), mesh=mesh
         ),
@@ -168,8 +124,8 @@ with jb.Processes() as processes:
     ):
         try:
             record(make().step)
-        except ValueError as error:
-            record(error)
+        except (AssertionError, ValueError) as error:
+            record(str(error).splitlines()[0])
 """
 
 
@@ -178,10 +134,8 @@ def test_processes_that_initialize_differently_are_refused(launch):
     launched = launch(DIFFERENT)
     assert launched.status == 0, launched.output
     for index in range(2):
-        rngs, sample, model, same, *traced, shape = launched.recorded(index)
-        start = "of process 1 differs from that of process 0."
-        assert rngs.startswith(f"`rngs` {start}")
-        assert sample.startswith(f"`sample` {start}")
-        assert model.startswith(f"`model` {start}")
+        rngs, model, same, *traced, shape = launched.recorded(index)
+        assert "not the same on each process" in rngs
+        assert "not the same on each process" in model
         assert [same, *traced] == ["0"] * 3
         assert "ShapeDtypeStruct" in shape

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,72 +59,6 @@ def sample_of(batches):
     return batch.features["x"], batch.mask
 
 
-def resnet_loss(variables, batch, keys):
-    y, new = ResNet().apply(
-        variables,
-        batch.features["x"],
-        batch.mask,
-        keys is not None,
-        mutable=["batch_stats"],
-    )
-    losses = jnp.square(y - batch.features["y"])
-    return jnp.sum(losses, where=batch.mask), batch.num_tokens, {}, new
-
-
-class BatchStatsTrainState(FlaxTrainState):
-    batch_stats: dict
-
-
-@pytest.mark.exhaustive
-def test_a_linen_model_trains_alike_by_the_library_and_by_an_own_step():
-    mesh = jb.data_mesh()
-    batches = make_batches(mesh)
-    tx = optax.adam(3e-3)
-    model = ResNet()
-    state = jb.create_state(model, tx, mesh, sample=sample_of(batches))
-    step = jb.compile_steps(
-        jb.make_train_step(resnet_loss, tx, mesh), state, batches.specs
-    )
-    own_state = jb.sharding.replicate(
-        BatchStatsTrainState.create(
-            apply_fn=model.apply,
-            params=state.params,
-            tx=tx,
-            batch_stats=state.variables["batch_stats"],
-        ),
-        mesh,
-    )
-
-    def own_step(state, batch):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            total, weight, _, new = resnet_loss(variables, batch, ())
-            return total / weight, new
-
-        (loss, new), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
-        return state, loss
-
-    replicated = NamedSharding(mesh, PartitionSpec())
-    own = jb.compile_steps(
-        jax.jit(own_step, donate_argnums=0, out_shardings=replicated),
-        own_state,
-        batches.specs,
-    )
-    for batch in batches:
-        state, metrics = step(state, batch)
-        own_state, loss = own(own_state, batch)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-4)
-    assert len(batches) > 5
-    for ours, theirs in (
-        (state.variables["batch_stats"], own_state.batch_stats),
-        (state.params, own_state.params),
-    ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ours, theirs
-        )
-
-
 def test_a_linen_module_is_initialized_like_by_itself():
     mesh = jb.data_mesh()
     sample = sample_of(make_batches(mesh))
@@ -169,38 +102,6 @@ def test_a_partitioned_linen_module_is_sharded():
     assert state.params["bias"].sharding.is_fully_replicated
 
 
-class Sowing(linen.Module):
-    """Records losses in each call, and has a variable that is a tuple."""
-
-    @linen.compact
-    def __call__(self, x):
-        x = linen.Dropout(0.5, deterministic=False)(linen.Dense(2)(x))
-        self.sow("losses", "balance", jnp.sum(x))
-        self.sow(
-            *("total", "balance", jnp.float32(5)),
-            reduce_fn=lambda a, b: a + b,
-            init_fn=lambda: jnp.float32(0),
-        )
-        carry = self.variable("carry", "of_cell", lambda: (jnp.zeros(2), jnp.zeros(3)))
-        self.sow("carry", "seen", jnp.sum(x))
-        return x + carry.value[0]
-
-
-def test_values_that_a_linen_module_records_are_not_variables():
-    state = jb.create_state(Sowing(), sample=np.ones((1, 3), np.float32))
-    assert jax.tree.map(jnp.shape, state.variables) == {
-        "carry": {"of_cell": ((2,), (3,))}
-    }
-    _, new = Sowing().apply(
-        state.model,
-        np.ones((1, 3), np.float32),
-        rngs={"dropout": jax.random.key(0)},
-        mutable=["losses", "total"],
-    )
-    assert len(new["losses"]["balance"]) == 1
-    assert new["total"]["balance"] == 5
-
-
 def test_a_sample_may_have_random_keys():
     class Noisy(linen.Module):
         @linen.compact
@@ -242,90 +143,54 @@ class Normalized(nnx.Module):
         self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
 
 
+W = {"w": 1.0}
+FLAX_STATE = FlaxTrainState.create(
+    apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1)
+)
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "make"),
     [
-        (
-            lambda: jb.create_state(linen.Dense(3)),
-            "`model` is a Dense, a Linen module. Pass `sample=`",
-        ),
-        (
-            lambda: jb.create_state(linen.Sequential([linen.relu]), sample=np.ones(3)),
-            "has no parameters",
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, sample=np.ones(3)),
-            "`sample` was passed for plain parameters, which does not use it",
-        ),
-        (
-            lambda: jb.create_state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=0),
-            "`rngs` was passed for an NNX module",
-        ),
-        (
-            lambda: jb.create_state(linen.Dense(3), variables={"batch_stats": {}}),
-            "`variables` was passed for a Linen module.*pass the parameters instead",
-        ),
-        (
-            lambda: jb.create_state(jb.create_state({"w": 1.0}), rngs=0),
-            "`rngs` was passed for a state",
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, jb.data_mesh()),
-            "`tx` is a Mesh. Pass an optimizer of optax",
-        ),
-        (
-            lambda: jb.create_state(linen.Dense, sample=np.ones(3)),
-            "`model` is the class Dense. Pass an instance",
-        ),
-        (lambda: jb.create_state(None), "`model` is a NoneType. Pass an NNX module"),
-        (lambda: jb.create_state({"w": 1.0}, wrt=5), "`wrt=5` is not a filter of NNX"),
-        (
-            lambda: jb.create_state({"w": 1.0}, variables={"params": {}}),
-            '`variables` must be a dict of the collections.*without "params"',
-        ),
-        (
-            lambda: jb.create_state(lambda x: x),
-            "`model` is a function. Pass an NNX module, a Linen module with `sample=`",
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, wrt=nnx.PathContains("head")),
-            "`wrt=.* selects no parameters",
-        ),
+        ("sample", lambda: jb.create_state(linen.Dense(3))),
+        ("sample", lambda: jb.create_state(W, sample=np.ones(3))),
+        ("rngs", lambda: jb.create_state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), rngs=0)),
+        ("rngs", lambda: jb.create_state(jb.create_state(W), rngs=0)),
+        ("variables", lambda: jb.create_state(linen.Dense(3), variables={"a": {}})),
+        ("variables", lambda: jb.create_state(W, variables={"params": {}})),
+        ("tx", lambda: jb.create_state(W, jb.data_mesh())),
+        ("mesh", lambda: jb.create_state(W, optax.sgd(0.1), jax.devices())),
+        ("wrt", lambda: jb.create_state(W, wrt=nnx.PathContains("head"))),
         *(
-            (lambda model=model: jb.create_state(model), message)
-            for model, message in (
-                (
-                    {"net": Normalized()},
-                    r"is a dict with a Normalized.*Put modules into `nnx.Dict\(",
-                ),
-                ([Normalized()], "is a list with a Normalized, an NNX module"),
-                (nnx.state(Normalized()), "a State with a BatchStat, which would be"),
-                (
-                    nnx.Optimizer(Normalized(), optax.sgd(0.1), wrt=nnx.Param),
-                    "`model` is an nnx.Optimizer.* Pass the module",
-                ),
-                (
-                    FlaxTrainState.create(
-                        apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1)
-                    ),
-                    r"is a TrainState of Flax.*`create_state\(state.params, mesh=mesh",
-                ),
-                (
-                    {"params": {"w": jnp.ones(1)}, "counters": {"n": jnp.ones(1)}},
-                    r"collections \['counters'\].*variables=.\"counters\": variables.*"
-                    'If all are parameters, rename the key "params"',
-                ),
+            (
+                "model",
+                lambda x=x, y=sample: jb.create_state(x, optax.sgd(0.1), sample=y),
             )
-        ),
-        (
-            lambda: jb.create_state({"w": 1.0}, wrt=lambda value: True),
-            "`wrt=.* is not a filter of NNX",
+            for x, sample in (
+                (linen.Sequential([linen.relu]), np.ones(3)),
+                (linen.Dense, None),
+                (None, None),
+                (lambda x: x, None),
+                ({"net": Normalized()}, None),
+                ([Normalized()], None),
+                (nnx.state(Normalized()), None),
+                (nnx.Optimizer(Normalized(), optax.sgd(0.1), wrt=nnx.Param), None),
+                (FLAX_STATE, None),
+                ({"params": {"w": jnp.ones(1)}, "counters": {}}, None),
+                ({"w": jnp.ones(1), "n": np.int32(3)}, None),
+            )
         ),
     ],
 )
-def test_wrong_models_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_arguments_are_refused(name, make):
+    with pytest.raises(ValueError, match=f"`{name}[=`]"):
         make()
+
+
+def test_scales_in_fp8_are_refused():
+    dense = linen.Dense(8, dot_general_cls=linen.Fp8DirectDotGeneralOp)
+    with pytest.raises(ValueError, match="`model` has .*fp8"):
+        jb.create_state(dense, sample=np.ones((4, 8), np.float32))
 
 
 # A second phase
@@ -371,7 +236,6 @@ def test_steps_refuse_a_state_of_another_library():
     mesh = jb.data_mesh(jax.devices()[:1])
     state = FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(())}, tx=tx)
     batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    message = "`state` is a flax.training.train_state.TrainState. The steps of jaxb"
 
     def loss_fn(model, batch, keys):
         return jnp.sum(batch.features["x"]), batch.num_tokens
@@ -381,21 +245,8 @@ def test_steps_refuse_a_state_of_another_library():
         jb.make_eval_step(loss_fn, mesh),
         jb.make_predict_step(lambda model, batch: {}, mesh),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="`state`"):
             step(state, batch)
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_a_train_step_refuses_plain_parameters(accumulate):
-    mesh = jb.data_mesh(jax.devices()[:1])
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    step = jb.make_train_step(
-        lambda model, batch, keys: (jnp.sum(batch.features["x"]), batch.num_tokens),
-        *(optax.sgd(0.1), mesh),
-        accumulate=accumulate,
-    )
-    with pytest.raises(ValueError, match="`state` is a builtins.dict. The steps of"):
-        step({"w": 0.0}, (batch,) if accumulate else batch)
 
 
 # Training a part of the parameters
@@ -496,42 +347,6 @@ def test_a_path_and_a_value_select_parameters():
 # Loss scales
 
 
-@pytest.mark.parametrize(
-    ("mode", "accumulate"),
-    [
-        ("jit", False),
-        ("shard_map", True),
-        pytest.param("pmap", True, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_loss_scale_prevents_underflow(mode, accumulate):
-    def scaled(scale):
-        def loss(params, batch, keys):
-            x = (params["w"] * batch.features["x"]).astype(jnp.float16)
-            # Not a constant, because the compiler would multiply constants first.
-            tiny = (batch.features["x"] * 2.0**-14).astype(jnp.float16)
-            y = (x * tiny * tiny).astype(jnp.float32)
-            return scale * jnp.sum(y, where=batch.mask) / 4, batch.num_tokens
-
-        return loss
-
-    mesh = jb.data_mesh(jax.devices()[:2])
-    rows = [{"x": np.ones(4, np.float32)}] * 2
-    local = jb.data.collate_rows(rows, jb.Bucket(2, 4))
-    (batch,) = jb.sharding.prefetch_to_mesh([local], mesh)
-    norms = []
-    for scale in (1.0, 2.0**16):
-        tx = optax.chain(optax.scale(1 / scale), optax.sgd(2.0**-10))
-        state = jb.create_state({"w": np.float32(1)}, tx, mesh)
-        step = jb.make_train_step(
-            scaled(scale), tx, mesh, mode=mode, accumulate=accumulate
-        )
-        _, metrics = step(state, (batch, batch) if accumulate else batch)
-        norms.append(float(metrics["grad_norm"]) / scale)
-    # Without a scale, a gradient of 2**-30 per token is 0 in float16.
-    assert norms == [0, 2.0**-30]
-
-
 def times(factor):
     return lambda params, batch, keys: (params["w"] * factor, batch.num_tokens)
 
@@ -543,23 +358,23 @@ SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(
-    ("of_state", "of_step", "message"),
+    ("of_state", "of_step"),
     [
-        (MOMENTUM, SGD, "another optimizer than the step.*but absent in"),
-        (SGD, MOMENTUM, "is missing, but of shape .* Pass the same `tx`"),
-        (None, SGD, "`state` has no optimizer. Make it with the one of the step"),
+        (MOMENTUM, SGD),
+        (SGD, MOMENTUM),
+        (None, MOMENTUM),
     ],
 )
-def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step, message):
+def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step):
     mesh = jb.data_mesh(jax.devices()[:1])
     batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
     step = jb.make_train_step(times(1.0), of_step, mesh)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="`state`"):
         step(jb.create_state({"w": 1.0}, of_state, mesh), batch)
 
 
 def test_a_step_needs_an_optimizer():
-    with pytest.raises(ValueError, match="`tx` is a NoneType. Pass an optimizer"):
+    with pytest.raises(ValueError, match="`tx`"):
         jb.make_train_step(times(1.0), None, jb.data_mesh())
 
 
@@ -580,34 +395,6 @@ def test_the_initial_state_may_depend_on_values_and_shardings(init):
     expected = jax.tree.map(float, state.opt_state)
     state, _ = jb.make_train_step(times(1.0), tx, mesh)(state, batch)
     assert jax.tree.map(float, state.opt_state) == expected
-
-
-def test_parameters_without_a_collection_are_named():
-    def loss(params, batch, keys):
-        y = linen.Dense(1).apply(params, batch.features["x"][..., None])
-        return jnp.sum(y), batch.num_tokens
-
-    mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(0.1)
-    params = {"kernel": jnp.ones((1, 1)), "bias": jnp.ones(1)}
-    state = jb.create_state({"Dense_0": params}, tx, mesh)
-    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=r"no collection 'params': \['Dense_0'\]"):
-        jb.make_train_step(loss, tx, mesh)(state, batch)
-
-
-def test_a_missing_collection_of_other_variables_is_that_of_flax():
-    norm = linen.BatchNorm(use_running_average=True)
-
-    def loss(params, batch, keys):
-        y = norm.apply({"params": params}, batch.features["x"][..., None])
-        return jnp.sum(y), batch.num_tokens
-
-    mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(0.1)
-    params = {"scale": jnp.ones(1), "bias": jnp.ones(1)}
-    state = jb.create_state(params, tx, mesh)
-    batch = jb.data.collate_rows([{"x": np.ones(3, np.float32)}], jb.Bucket(1, 4))
-    with pytest.raises(flax.errors.ScopeCollectionNotFound, match="batch_stats"):
-        jb.make_train_step(loss, tx, mesh)(state, batch)
 
 
 def test_a_filter_that_selects_nothing_shows_paths():

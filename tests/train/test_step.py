@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
-from jaxbucket.optim.precision import computes_in
-from jaxbucket.train.gradients import _cotangent_exponent, _power_of_two, gradient_sums
-from jaxbucket.train.loss import checked_loss, row_keys
+from jaxbucket.train.gradients import _cotangent_exponent, _power_of_two
+from jaxbucket.train.loss import call_loss
+from jaxbucket.train.modes import row_keys
 
 MODES = ["jit", "shard_map", "pmap"]
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -37,15 +37,19 @@ LAYOUTS = {
     "8": ((8,), ("data",), "data", False),
     "8-permuted": ((8,), ("data",), "data", True),
     "4x2-model": ((4, 2), ("data", "model"), "data", True),
+    "4x2": ((4, 2), ("data", "fsdp"), ("data", "fsdp"), True),
     "2x2x2": ((2, 2, 2), ("model", "a", "b"), ("b", "a"), True),
 }
 
 
-# All but one are exhaustive tests.
-SOME_LAYOUTS = [
-    *(pytest.param(name, marks=EXHAUSTIVE) for name in LAYOUTS if name != "2x2x2"),
-    "2x2x2",
-]
+# Pairwise; all but one are exhaustive tests. With "pmap", all axes shard the rows.
+LAYOUTS_AND_MODES = [
+    pytest.param(layout, mode, marks=EXHAUSTIVE)
+    for layout, mode in (
+        *(("1", "jit"), ("2", "pmap"), ("8", "shard_map"), ("8-permuted", "pmap")),
+        *(("4x2-model", "jit"), ("4x2", "pmap"), ("2x2x2", "jit")),
+    )
+] + [("2x2x2", "shard_map")]
 
 
 def make_mesh(layout: str):
@@ -219,74 +223,13 @@ def test_four_devices_yield_the_gradient_of_the_unpadded_mean(mode, dtype, limit
         np.testing.assert_allclose(metrics["loss"], want, rtol=limit)
 
 
-@pytest.mark.parametrize("mode", only("shard_map"))
-@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+@pytest.mark.parametrize(("layout", "mode"), LAYOUTS_AND_MODES)
 def test_every_mesh_yields_the_gradient_of_the_unpadded_mean(layout, mode):
     mesh, axes = make_mesh(layout)
     examples = make_examples(UNEQUAL)
     batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
     state, _ = run_batch(batch, mesh, mode=mode, batch_axes=axes)
     assert_close(state.opt_state, mean_grads(make_params(), examples), 1e-5)
-
-
-@pytest.mark.parametrize("mode", only("shard_map"))
-def test_devices_of_unequal_weight_are_not_averaged(mode):
-    # With 8 tokens and 1 token, the mean of the devices' means would be far off.
-    examples = make_examples([8, 1])
-    batch = jb.data.collate_rows(examples, jb.Bucket(2, 8))
-    mesh = jb.data_mesh(jax.devices()[:2])
-    state, metrics = run_batch(batch, mesh, mode=mode)
-    want = mean_grads(make_params(), examples)
-    assert_close(state.opt_state, want, 1e-5)
-    of_means = jax.tree.map(
-        lambda *grads: sum(grads) / 2,
-        *(mean_grads(make_params(), [example]) for example in examples),
-    )
-    with pytest.raises(AssertionError):
-        assert_close(of_means, want, 1e-1)
-
-
-@pytest.mark.parametrize("mode", only("pmap"))
-def test_steps_equal_plain_training_on_unpadded_examples(mode):
-    # Parameters in the structure that Flax Linen's `init` returns.
-    source, schedule = setup_run(num_buckets=2)
-    flat, tx = make_params(), optax.sgd(0.1, momentum=0.9)
-    linen = {
-        "params": {
-            "Embed_0": {"embedding": flat["embedding"]},
-            "Dense_0": {"kernel": flat["kernel"], "bias": flat["bias"]},
-            "Dense_1": {"kernel": flat["out"]},
-        }
-    }
-
-    def flatten(variables):
-        params = variables["params"]
-        return {
-            **params["Embed_0"],
-            **params["Dense_0"],
-            "out": params["Dense_1"]["kernel"],
-        }
-
-    mesh = four_devices()
-    step = jb.make_train_step(
-        lambda variables, batch, keys: loss_fn(flatten(variables), batch, keys),
-        *(tx, mesh),
-        mode=mode,
-    )
-    state = jb.create_state(linen, tx, mesh)
-    dataset = jb.batch_dataset(source, schedule, num_steps=4)
-    for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
-        state, _ = step(state, batch)
-
-    opt_state = tx.init(flat)
-    for s in range(4):
-        rows = schedule[s].rows
-        grads = mean_grads(flat, [source[row] for row in rows[rows >= 0]])
-        updates, opt_state = tx.update(grads, opt_state, flat)
-        flat = optax.apply_updates(flat, updates)
-    assert state.step == 4
-    assert jax.tree.structure(state.params) == jax.tree.structure(linen)
-    assert_close(flatten(state.params), flat, 1e-5)
 
 
 # Dropout keys are a function of seed, step, micro-batch and row
@@ -347,8 +290,7 @@ def dropout_run(layout, mode, seed=0, num_steps=5):
     return jax.tree.map(np.asarray, state.params), digests
 
 
-@pytest.mark.parametrize("mode", only("shard_map"))
-@pytest.mark.parametrize("layout", SOME_LAYOUTS)
+@pytest.mark.parametrize(("layout", "mode"), LAYOUTS_AND_MODES)
 def test_dropout_is_the_same_on_every_mesh(layout, mode):
     params, digests = dropout_run(layout, mode)
     source, schedule = setup_run()
@@ -359,25 +301,6 @@ def test_dropout_is_the_same_on_every_mesh(layout, mode):
         assert digests[step] == int(digest(bits, batch.features["label"]))
     # Floating point sums differ only because of their order.
     assert_close(params, dropout_run("1", "jit")[0], 1e-5)
-
-
-def test_dropout_differs_between_seeds():
-    params, digests = dropout_run("1", "jit")
-    others, other_digests = dropout_run("1", "jit", seed=1)
-    assert not set(digests) & set(other_digests)
-    assert not np.array_equal(params["kernel"], others["kernel"])
-
-
-def test_dropout_differs_between_steps():
-    mesh, tx = four_devices(), optax.sgd(0.0)
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    step = jb.make_train_step(dropout_loss_fn, tx, mesh)
-    state = jb.create_state(make_params(), tx, mesh)
-    digests = []
-    for again in jb.sharding.prefetch_to_mesh([batch] * 4, mesh):
-        state, metrics = step(state, again)
-        digests.append(int(metrics["digest"]))
-    assert len(set(digests)) == 4
 
 
 @pytest.mark.parametrize(("mode", "num_keys"), [("jit", 8), ("shard_map", 2)])
@@ -396,8 +319,9 @@ def test_the_loss_receives_one_key_per_row(mode, num_keys):
 # Resume (invariant 6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("mode", only("jit"))
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_resumed_at_any_step_equals_the_uninterrupted_run_bit_for_bit(mode):
     source, schedule = setup_run(num_buckets=2)
     mesh, num_steps = four_devices(), len(schedule) + 2
@@ -463,17 +387,6 @@ def test_more_padding_changes_nothing(bucket, pad_value, mode):
 
 
 @pytest.mark.parametrize("mode", only("shard_map"))
-def test_results_do_not_depend_on_the_rows_of_examples(mode):
-    examples = make_examples(UNEQUAL)
-    scattered = [None, examples[3], None, *examples[4:], *examples[:3]]
-    batch = jb.data.collate_rows(scattered, jb.Bucket(8, 8))
-    want, want_metrics = unpadded_run(mode)
-    got, metrics = run_batch(batch, four_devices(), mode=mode)
-    assert_close(got.opt_state, want.opt_state, 1e-6)
-    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-6)
-
-
-@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("empty", [True, False], ids=["no-rows", "no-weight"])
 def test_a_batch_of_zero_weight_has_a_gradient_of_zero(empty, mode):
     examples, tx = make_examples(UNEQUAL), optax.sgd(0.1, momentum=0.9)
@@ -532,22 +445,6 @@ def test_metrics_are_those_of_the_global_batch(mode):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.* in half precision")
-@pytest.mark.parametrize("mode", only("pmap"))
-@pytest.mark.parametrize(
-    "dtype", [np.float16, pytest.param(np.float32, marks=EXHAUSTIVE)]
-)
-def test_grad_norm_is_the_norm_of_the_mean_gradient(mode, dtype):
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    params = make_params(dtype)
-    state, metrics = run_batch(batch, four_devices(), params=params, mode=mode)
-    squares = [
-        np.square(np.asarray(x, np.float64)).sum()
-        for x in jax.tree.leaves(state.opt_state)
-    ]
-    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
-
-
 def test_the_optimizer_receives_the_loss_the_step_and_all_sizes():
     received = []
 
@@ -579,97 +476,6 @@ def test_the_optimizer_receives_the_loss_the_step_and_all_sizes():
 
 
 # Skipped updates
-
-
-def rate(step):
-    """A schedule with a different value at every step."""
-    return 0.05 / (1 + jnp.asarray(step, jnp.float32))
-
-
-def skipping(rate_of_tx):
-    """Adam with the learning rate `rate`, set in one of three ways."""
-    base = {"base_examples": 6, "rule": "linear"}
-    if rate_of_tx == "outside":
-        return optax.chain(
-            optax.adam(rate),
-            jb.scale_by_batch_size(**base, learning_rate=rate),
-        )
-    if rate_of_tx == "inside":
-        return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(rate, **base))
-    by_work = jb.optim.schedule_by_work(lambda n: rate(n / 6), "examples")
-    return optax.inject_hyperparams(optax.adam)(jb.scale_schedule(by_work, **base))
-
-
-def poisoned(params, batch, keys):
-    """A loss that is NaN if a label is 99."""
-    loss_sum, weight, sums = loss_fn(params, batch, keys)
-    bad = jnp.any(batch.features["label"] == 99)
-    return jnp.where(bad, jnp.nan, 1) * loss_sum, weight, sums
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    "rate_of_tx",
-    [
-        pytest.param("outside", marks=EXHAUSTIVE),
-        pytest.param("inside", marks=EXHAUSTIVE),
-        pytest.param("by work", marks=EXHAUSTIVE),
-    ],
-)
-@pytest.mark.parametrize("mode", only("jit"))
-def test_skipped_updates_keep_learning_rate_data_and_step_in_line(
-    mode, rate_of_tx, tmp_path
-):
-    """A run that is resumed in between also equals the uninterrupted run."""
-    rng = np.random.default_rng(0)
-    source = make_examples([5] * 72)
-    bad_steps = sorted(rng.choice(12, 5, replace=False).tolist())
-    lengths = jb.measure_lengths(source, progress=False)
-    plan = jb.plan_buckets(lengths, max_tokens=30, num_buckets=1)
-    schedule = jb.BatchSchedule(plan, lengths, order="source")
-    for step in bad_steps:
-        source[int(schedule[step].rows[2])]["label"] = np.int32(99)
-    mesh, tx = jb.data_mesh(jax.devices()[:2]), skipping(rate_of_tx)
-    step_fn = jb.make_train_step(poisoned, tx, mesh, mode=mode, skip_nonfinite=True)
-    adam = optax.scale_by_adam()
-    expected, adam_state = make_params(), adam.init(make_params())
-
-    def run(state, dataset, check=False):
-        nonlocal expected, adam_state
-        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
-            step = int(state.step)
-            state, metrics = step_fn(state, batch)
-            assert int(state.step) == step + 1
-            assert bool(metrics["skipped"]) == (step in bad_steps)
-            # The learning rate follows the step, even after skipped updates.
-            np.testing.assert_allclose(metrics["learning_rate"], rate(step), rtol=1e-6)
-            assert metrics["lr_factor"] == 1
-            if check and step not in bad_steps:
-                grads = mean_grads(expected, [source[i] for i in schedule[step].rows])
-                updates, adam_state = adam.update(grads, adam_state)
-                expected = jax.tree.map(
-                    lambda p, u: p - u * rate(step),  # noqa: B023
-                    expected,
-                    updates,
-                )
-            if check:
-                assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
-        return state
-
-    state = jb.create_state(make_params(), tx, mesh)
-    dataset = jb.batch_dataset(source, schedule)
-    whole = run(state, dataset, check=True)
-    # Save right after a skipped step.
-    stop = bad_steps[2] + 1
-    state = jb.create_state(make_params(), tx, mesh)
-    state = run(state, jb.batch_dataset(source, schedule, num_steps=stop))
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(stop))
-        checkpoints.wait()
-        state = jb.create_state(make_params(), tx, mesh)
-        state, position, _ = checkpoints.restore(state)
-    resumed = run(state, dataset.resume(position))
-    assert_same_bits(resumed, whole)
 
 
 @pytest.mark.parametrize("mode", only("shard_map"))
@@ -719,20 +525,6 @@ def test_nonfinite_updates_are_skipped():
     jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.* in half precision")
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_half_precision_sums_are_added_in_single_precision(dtype):
-    batch = jb.data.collate_rows(make_examples([8] * 8), jb.Bucket(8, 8))
-
-    def loss(params, batch, keys):
-        loss_sum, weight, _ = loss_fn(params, batch, keys)
-        return loss_sum.astype(dtype), weight, {"own": loss_sum.astype(dtype)}
-
-    _, metrics = run_batch(batch, four_devices(), loss=loss, mode="shard_map")
-    assert metrics["own"].dtype == metrics["loss_sum"].dtype == jnp.float32
-
-
 # float16: neither the sum over a batch nor a token's share of the mean is lost
 
 
@@ -772,115 +564,11 @@ def test_the_gradient_of_many_tokens_does_not_overflow(accumulate, dtype, mode):
     assert state.params["w"] == 0.75 and state.params["w"].dtype == dtype
 
 
-@pytest.mark.parametrize("layout", [pytest.param("1", marks=EXHAUSTIVE), "4x2-model"])
-@pytest.mark.parametrize("mode", only("pmap"))
-def test_a_float16_model_has_the_gradient_of_the_mean(mode, layout):
-    model = nnx.Linear(1, 1, dtype=jnp.float16, rngs=nnx.Rngs(0))
-
-    def loss(model, batch, keys):
-        y = model(batch.features["x"][..., None])[..., 0].astype(jnp.float32)
-        return jnp.sum(jnp.square(y - 7)), batch.num_tokens.astype(jnp.float32)
-
-    mesh, axes = make_mesh(layout)
-    batch = wide_batch(2**14)
-    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh, batch_axes=axes)
-    tx = recorder()
-    step = jb.make_train_step(loss, tx, mesh, mode=mode, batch_axes=axes)
-    # The kernel and the bias have the same gradient, because every x is 1.
-    want = 2 * (float(model.kernel[0, 0]) - 7)
-    state, _ = step(jb.create_state(model, tx, mesh), batch)
-    for grad in jax.tree.leaves(state.opt_state):
-        assert grad.dtype == jnp.float32
-        np.testing.assert_allclose(grad, np.full(grad.shape, want), rtol=2e-2)
-
-
-def rows_in_float16(params, batch, keys):
-    """A loss with gradient `scale`, whose backward pass is in float16 for any `w`."""
-    x = batch.features["x"].astype(jnp.float16)
-    y = x[:, :1] * params["w"].astype(jnp.float16)
-    losses = jnp.where(batch.mask, y, 0).astype(jnp.float32) * batch.features["scale"]
-    return jnp.sum(losses), batch.num_tokens
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", only("shard_map"))
-@pytest.mark.parametrize("accumulate", [True, pytest.param(False, marks=EXHAUSTIVE)])
-def test_mean_gradients_that_fit_into_float16_are_finite(accumulate, mode):
-    mesh, tx = make_mesh("4x2-model")[0], optax.sgd(1.0)
-    step = jb.make_train_step(
-        rows_in_float16, tx, mesh, accumulate=accumulate, mode=mode, skip_nonfinite=True
-    )
-    for scale in (300, 1000, 30_000):
-        (batch,) = jb.sharding.prefetch_to_mesh([scaled_batch(scale)], mesh)
-        for dtype in (jnp.float16, jnp.float32):
-            params = {"w": jnp.asarray(1.0, dtype)}
-
-            def mean(params):
-                loss_sum, weight = rows_in_float16(params, scaled_batch(scale), None)  # noqa: B023
-                return loss_sum / weight.astype(jnp.float32)
-
-            want = jax.grad(mean)(params)["w"]
-            assert np.isfinite(want)
-            state = jb.create_state(params, tx, mesh)
-            _, metrics = step(state, (batch, batch) if accumulate else batch)
-            assert metrics["skipped"] == 0
-            np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-2)
-
-
-def scaled_batch(scale):
-    """A batch of 2,047 ones, which is nearly twice a power of two."""
-    examples = [{"x": np.ones(n, np.float32)} for n in [256] * 7 + [255]]
-    batch = jb.data.collate_rows(examples, jb.Bucket(8, 256))
-    scales = np.full((8, 1), scale, np.float32)
-    return batch._replace(features=batch.features | {"scale": scales})
-
-
-def test_infinite_mean_gradients_are_skipped():
-    state, metrics = run_batch(
-        scaled_batch(1e5),
-        four_devices(),
-        loss=rows_in_float16,
-        params={"w": np.float32(1)},
-        skip_nonfinite=True,
-    )
-    assert metrics["skipped"] == 1
-
-
-def test_only_float16_losses_are_differentiated_again():
-    def loss(params, batch, keys, dtype):
-        # The residuals do not reveal the dtype.
-        inside = jax.checkpoint(lambda w: jnp.sin(w.astype(dtype)).astype(jnp.float32))
-        return inside(params["w"]), batch.num_tokens
-
-    batch = jax.tree.map(jnp.asarray, scaled_batch(1))
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
-        state = jb.create_state({"w": jnp.float32(1)}, optax.sgd(0.1))
-        sums = gradient_sums(
-            functools.partial(loss, dtype=dtype), updates_variables=False
-        )
-        program = str(jax.make_jaxpr(lambda s, b: sums(s, b, None))(state, batch))  # noqa: B023
-        assert ("cond[" in program) == (dtype == jnp.float16)
-
-
-def test_dtypes_of_the_backward_pass_are_detected_in_any_callable():
-    def loss(w):
-        return jax.lax.scan(
-            lambda c, _: (c.astype(jnp.float16).astype(jnp.float32), None), w, None, 2
-        )[0]
-
-    loss_sum, pull_back = jax.vjp(loss, jnp.float32(1))
-    for backward in (pull_back, lambda cotangent: pull_back(cotangent)):
-        assert computes_in(jnp.float16, backward, loss_sum)
-        assert not computes_in(jnp.bfloat16, backward, loss_sum)
-
-
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=EXHAUSTIVE)]
 )
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_half_precision_gradients_are_added_in_single_precision(mode, dtype):
-    """On a mesh with a model axis, XLA on CPUs cannot add up bfloat16."""
-
     # In half precision, adding ones to 2,048 has no effect.
     weights = np.array([2048, 0, *[1] * 6], np.float32)
 
@@ -889,14 +577,15 @@ def test_half_precision_gradients_are_added_in_single_precision(mode, dtype):
         y = jnp.broadcast_to(params["w"], local.shape).astype(jnp.float32)
         return jnp.sum(y * local), batch.num_tokens
 
-    mesh, _ = make_mesh("4x2-model")
+    mesh, axes = make_mesh("4x2")
     rows = [
         {**example, "weights": weight}
         for example, weight in zip(make_examples([1] * 8), weights, strict=True)
     ]
     batch = jb.data.collate_rows(rows, jb.Bucket(8, 1))
     params = {"w": jnp.asarray(1.0, dtype)}
-    _, metrics = run_batch(batch, mesh, loss=loss, params=params, mode=mode)
+    options = {"mode": mode, "batch_axes": axes}
+    _, metrics = run_batch(batch, mesh, loss=loss, params=params, **options)
     want = jnp.asarray(2054 / 8, dtype).astype(jnp.float32)
     assert metrics["grad_norm"] == want
 
@@ -915,39 +604,12 @@ def test_a_tokens_share_of_the_mean_does_not_underflow():
     np.testing.assert_allclose(state.opt_state, 1e-3, rtol=3e-2)
 
 
-@EXHAUSTIVE
-@pytest.mark.parametrize("mode", MODES)
-def test_single_precision_gradients_equal_those_of_the_sum_bit_for_bit(
-    mode, monkeypatch
-):
-    def unscaled_sums(loss_fn, *, updates_variables):
-        def sums(state, batch, keys):
-            def loss(params):
-                loss_sum, sums, _ = checked_loss(loss_fn, params, batch, keys)
-                return loss_sum, sums
-
-            return jax.grad(loss, has_aux=True)(state.params), {}
-
-        return sums
-
-    def odd_weight(params, batch, keys):
-        loss_sum, weight, sums = dropout_loss_fn(params, batch, keys)
-        return loss_sum, weight * 17, sums
-
-    batch = jb.data.collate_rows(make_examples([60, 3, 97, 11, 24]), jb.Bucket(8, 100))
-    got, metrics = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
-    monkeypatch.setattr("jaxbucket.train.step.gradient_sums", unscaled_sums)
-    want, _ = run_batch(batch, four_devices(), loss=odd_weight, mode=mode)
-    assert metrics["weight"] == 195 * 17
-    assert_same_bits(got.opt_state, want.opt_state)
-
-
 def test_the_cotangent_is_the_documented_power_of_two():
     rng = np.random.default_rng(0)
     random = np.exp2(rng.uniform(-120, 120, 500)) * rng.uniform(1, 2, 500)
     powers = np.exp2(np.arange(-126.0, 128))
     for dtype, most in ((jnp.float32, 126), (jnp.bfloat16, 126), (jnp.float16, 14)):
-        exponents = jax.vmap(lambda w, d=dtype: _cotangent_exponent(w, d, 0, 7))
+        exponents = jax.vmap(lambda w, d=dtype: _cotangent_exponent(w, d))
         weights = np.concatenate([random, powers]).astype(np.float32)
         floors = np.frexp(weights)[1] - 1
         want = np.clip(np.clip(floors, 0, 7) - floors, -most, most)
@@ -988,20 +650,6 @@ def test_a_nan_loss_of_zero_weight_is_reported_as_nan(mode):
     assert np.isnan(metrics["loss"]) and metrics["skipped"] == 1
 
 
-@pytest.mark.parametrize("mode", only("jit"))
-def test_an_infinite_weight_is_reported_as_a_nan_loss(mode):
-    def loss(params, batch, keys):
-        loss_sum, _, _ = loss_fn(params, batch, keys)
-        return loss_sum, jnp.asarray(np.inf, jnp.float32)
-
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    state, metrics = run_batch(
-        batch, four_devices(), loss=loss, mode=mode, skip_nonfinite=True
-    )
-    assert np.isnan(metrics["loss"])
-    assert metrics["skipped"] == 1
-
-
 @pytest.mark.parametrize(
     ("of_loss", "of_weight", "names"),
     [
@@ -1018,104 +666,8 @@ def test_sums_in_half_precision_raise_a_warning(of_loss, of_weight, names):
 
     batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
     keys = jax.random.split(jax.random.key(0), 1)
-    with pytest.warns(UserWarning, match=f"{names} in half .*Sum in float32: `jnp.s"):
-        checked_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
-
-
-def test_a_parameter_that_cannot_be_differentiated_is_named():
-    params = make_params() | {"step": np.int32(3)}
-    batch = jb.data.collate_rows(make_examples([3]), jb.Bucket(1, 4))
-    with pytest.raises(ValueError, match=r"parameter \['step'\] of dtype int32, which"):
-        run_batch(batch, jb.data_mesh(jax.devices()[:1]), params=params)
-
-
-@pytest.mark.exhaustive
-def test_float16_training_reaches_the_loss_of_single_precision():
-    """The gradient of the sum over 32,736 tokens is beyond 65,504."""
-    rng = np.random.default_rng(0)
-    starts = rng.integers(0, VOCABULARY, (32, 1))
-    tokens = (starts + np.arange(1023)) % VOCABULARY
-    examples = [{"tokens": row.astype(np.int32)} for row in tokens]
-    mesh, tx = four_devices(), optax.sgd(3e-3, momentum=0.9)
-    (batch,) = jb.sharding.prefetch_to_mesh(
-        [jb.data.collate_rows(examples, jb.Bucket(32, 1024))], mesh
-    )
-    losses = {}
-    for dtype in (jnp.float32, jnp.float16):
-
-        def loss(params, batch, keys, dtype=dtype):
-            params = jax.tree.map(lambda x: x.astype(dtype) * dtype(8), params)
-            nats = token_losses(params, batch.features["tokens"])
-            nats = jnp.where(batch.mask, nats, 0).astype(jnp.float32)
-            return jnp.sum(nats), batch.num_tokens
-
-        step = jb.make_train_step(loss, tx, mesh, skip_nonfinite=True)
-        small = jax.tree.map(lambda x: x / 8, make_params())
-        state = jb.create_state(small, tx, mesh)
-        losses[dtype] = []
-        for _ in range(12):
-            state, metrics = step(state, batch)
-            losses[dtype].append(float(metrics["loss"]))
-            assert metrics["skipped"] == 0
-    first, *_, last = losses[jnp.float32]
-    assert last < first / 2
-    np.testing.assert_allclose(losses[jnp.float16][-1], last, atol=0.02 * first)
-
-
-# Curriculum, batch size and learning rate together
-
-
-@EXHAUSTIVE
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_a_curriculum_by_length_under_a_budget_scales_every_rate(rule):
-    """Early steps have many short rows, late steps have few long rows."""
-    rng = np.random.default_rng(0)
-    source = make_examples(rng.permutation(np.repeat(np.arange(1, 16), 12)))
-    lengths = jb.measure_lengths(source, progress=False)
-    plan = jb.plan_buckets(lengths, max_tokens=30, num_buckets=6)
-    schedule = jb.BatchSchedule(plan, lengths, order="ascending")
-    mesh, lr = jb.data_mesh(jax.devices()[:1]), 0.05
-    scale = jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=lr)
-    tx = optax.chain(optax.sgd(lr), scale)
-    step = jb.make_train_step(loss_fn, tx, mesh)
-    state = jb.create_state(make_params(), tx, mesh)
-    steps = jb.compile_steps(
-        step, state, jb.sharding.batch_specs(plan, source[0], mesh)
-    )
-    expected, shapes, losses = make_params(), [], []
-    dataset = jb.batch_dataset(source, schedule, num_epochs=1)
-    for index, batch in enumerate(jb.sharding.prefetch_to_mesh(dataset, mesh)):
-        examples = [source[i] for i in schedule[index].rows if i >= 0]
-        ratio = len(examples) / 2
-        want = lr * (ratio if rule == "linear" else ratio**0.5)
-        grads = mean_grads(expected, examples)
-        expected = jax.tree.map(lambda p, g: p - want * g, expected, grads)  # noqa: B023
-        state, metrics = steps(state, batch)
-        np.testing.assert_allclose(metrics["learning_rate"], want, rtol=1e-6)
-        assert batch.bucket.num_tokens <= 30
-        shapes.append(batch.bucket)
-        losses.append(float(metrics["loss"]))
-    assert_close(state.params, jax.tree.map(jnp.asarray, expected), 1e-4)
-    sizes = [shape.batch_size for shape in shapes]
-    assert sizes == sorted(sizes, reverse=True)
-    assert [s.seq_len for s in shapes] == sorted(s.seq_len for s in shapes)
-    assert sizes[0] >= 10 and sizes[-1] == 2
-    assert np.mean(losses[-10:]) < 0.6 * np.mean(losses[:10])
-
-
-@pytest.mark.parametrize("mode", only("shard_map"))
-def test_a_weight_may_be_small(mode):
-    def scaled(params, batch, keys):
-        loss_sum, weight, _ = loss_fn(params, batch, keys)
-        return loss_sum / 4096, weight.astype(jnp.float32) / 4096
-
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    want, want_metrics = unpadded_run(mode)
-    got, metrics = run_batch(batch, four_devices(), loss=scaled, mode=mode)
-    assert metrics["weight"] == sum(UNEQUAL) / 4096
-    # Scaling by a power of two does not round.
-    assert metrics["loss"] == want_metrics["loss"]
-    assert_close(got.opt_state, want.opt_state, 1e-6)
+    with pytest.warns(UserWarning, match=f"{names} in half"):
+        call_loss(loss, make_params(), jax.tree.map(jnp.asarray, batch), keys)
 
 
 @pytest.mark.filterwarnings("ignore:.* in half precision")
@@ -1137,7 +689,7 @@ def test_a_loss_in_half_precision_is_divided_by_the_exact_weight(mode):
     np.testing.assert_allclose(state.opt_state["a"], 1 / 4099, rtol=2e-2)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("2", marks=EXHAUSTIVE), "4x2-model"])
+@pytest.mark.parametrize("layout", [pytest.param("2", marks=EXHAUSTIVE), "4x2"])
 @pytest.mark.parametrize("mode", only("pmap"))
 def test_evaluation_over_an_epoch_adds_up_to_the_sum_over_examples(mode, layout):
     lengths = np.random.default_rng(2).integers(1, 17, 77)
@@ -1221,41 +773,13 @@ def make_net():
     return nnx.merge(graphdef, jax.tree.map(np.asarray, state))
 
 
-@pytest.mark.parametrize("mode", only("pmap"))
-def test_an_nnx_model_trains_like_its_plain_parameters(mode):
-    examples, mesh = make_examples(UNEQUAL), four_devices()
-    batch = jb.data.collate_rows(examples, jb.Bucket(8, 8))
-    tx = optax.sgd(0.1)
-    net, _ = run_batch(
-        batch, mesh, loss=net_loss_fn, params=make_net(), tx=tx, mode=mode
-    )
-    before = make_net().as_params()
-    grads = mean_grads(before, examples)
-    # The scale of 2 doubles the gradient of `out` as well as the effect of its update.
-    rates = {"embedding": 0.1, "kernel": 0.1, "bias": 0.1, "out": 0.4}
-    want = {name: before[name] - rates[name] * grads[name] for name in before}
-    assert_close(net.model.as_params(), want, 1e-5)
-
-
-def test_other_variables_of_an_nnx_model_are_held_fixed():
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    tx = optax.sgd(0.1)
-    state, _ = run_batch(
-        batch, four_devices(), loss=net_loss_fn, params=make_net(), tx=tx
-    )
-    (scale,) = jax.tree.leaves(state.variables)
-    assert scale == 2
-    assert len(jax.tree.leaves(state.params)) == 4
-    assert isinstance(state.model.scale, Scale)
-
-
 def test_the_model_of_a_state_equals_the_original():
     net = make_net()
     model = jb.create_state(net, optax.sgd(0.1)).model
     assert isinstance(model, Net)
     assert_same_bits(model.as_params(), net.as_params())
     params = {"a": [np.ones(2, np.float32)], "b": (np.zeros((), np.int32),)}
-    assert_same_bits(jb.create_state(params, optax.sgd(0.1)).model, params)
+    assert_same_bits(jb.create_state(params).model, params)
 
 
 def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
@@ -1281,29 +805,6 @@ def test_a_step_donates_its_state_and_nothing_else(mode):
     assert not any(leaf.is_deleted() for leaf in kept)
 
 
-@pytest.mark.parametrize("mode", only("pmap"))
-def test_half_precision_parameters_keep_their_dtype(mode):
-    params = make_params() | {
-        "kernel": jnp.asarray(make_params()["kernel"], "bfloat16")
-    }
-
-    def loss(params, batch, keys):
-        kernel = params["kernel"].astype(jnp.float32)
-        return loss_fn({**params, "kernel": kernel}, batch, keys)
-
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    state, _ = run_batch(
-        *(batch, jb.data_mesh(jax.devices()[:1])),
-        loss=loss,
-        params=params,
-        tx=optax.sgd(0.5),
-        mode=mode,
-    )
-    dtypes = {name: leaf.dtype for name, leaf in state.params.items()}
-    assert dtypes == dict.fromkeys(dtypes, jnp.float32) | {"kernel": jnp.bfloat16}
-    assert np.any(np.asarray(state.params["kernel"]) != np.asarray(params["kernel"]))
-
-
 @functools.cache
 def replicated_run():
     """Returns the parameters after three steps with a replicated state."""
@@ -1319,22 +820,15 @@ def replicated_run():
 
 def test_pmap_refuses_a_state_that_is_sharded_already():
     mesh = jb.data_mesh(jax.devices()[:2])
-    w = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec("data")))
-    state = jb.create_state({"w": w}, optax.sgd(0.1), mesh)
+    params = make_params()
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    params["embedding"] = jax.device_put(params["embedding"], rows)
+    state = jb.create_state(params, optax.sgd(0.1), mesh)
     step = jb.make_train_step(loss_fn, optax.sgd(0.1), mesh, mode="pmap")
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(2, 2))
+    batch = jb.data.collate_rows(make_examples([2, 1]), jb.Bucket(2, 2))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-    with pytest.raises(ValueError, match=r"`state.params\['w'\]` is sharded, but with"):
+    with pytest.raises(ValueError, match="sharding"):
         step(state, batch)
-
-
-def test_pmap_refuses_a_sharded_state():
-    mesh = jb.data_mesh()
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    with pytest.raises(ValueError, match="is not supported by `mode='pmap'`"):
-        jb.make_train_step(
-            loss_fn, optax.sgd(0.1), mesh, mode="pmap", state_sharding=sharding
-        )
 
 
 def test_pmap_donates_the_state():
@@ -1350,71 +844,6 @@ def test_pmap_donates_the_state():
         first = second
     for bucket in schedule.plan.buckets:
         assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("mode", "ahead"),
-    [
-        ("jit", True),
-        *(
-            pytest.param(*case, marks=EXHAUSTIVE)
-            for case in (("jit", False), ("shard_map", True), ("shard_map", False))
-        ),
-    ],
-)
-def test_a_fully_sharded_state_trains_like_a_replicated_one(ahead, mode):
-    """Every parameter and moment is sharded over the data axis (ZeRO, FSDP)."""
-    source, schedule = setup_run()
-    mesh, tx = four_devices(), optax.adam(0.1)
-    params = {
-        "embedding": np.ones((VOCABULARY, WIDTH), np.float32),
-        "kernel": np.eye(8, dtype=np.float32),
-    }
-
-    def loss(params, batch, keys):
-        hidden = (
-            params["embedding"][batch.features["tokens"]]
-            @ (params["kernel"][:WIDTH, :WIDTH])
-        )
-        weights = jnp.arange(WIDTH, dtype=jnp.float32)
-        losses = ((hidden * weights).sum(-1) - 1) ** 2
-        return jnp.where(batch.mask, losses, 0).sum(), batch.num_tokens
-
-    def sharding_of(leaf):
-        spec = PartitionSpec("data") if leaf.ndim else PartitionSpec()
-        return NamedSharding(mesh, spec)
-
-    def train(sharding):
-        state = jb.create_state(params, tx)
-        state = (
-            jax.device_put(state, sharding)
-            if sharding
-            else (jb.sharding.replicate(state, mesh))
-        )
-        step = jb.make_train_step(loss, tx, mesh, mode=mode, state_sharding=sharding)
-        if ahead:
-            specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
-            step = jb.compile_steps(step, state, specs, progress=False)
-        dataset = jb.batch_dataset(source, schedule, num_steps=5)
-        for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
-            state, metrics = step(state, batch)
-        return state, metrics
-
-    with jax.numpy_dtype_promotion("standard"):
-        shardings = jax.tree.map(sharding_of, jb.create_state(params, tx))
-        replicated, replicated_metrics = train(None)
-        sharded, sharded_metrics = train(shardings)
-    assert sharded.params["kernel"].addressable_data(0).shape == (2, 8)
-    moments = sharded.opt_state[0].mu["embedding"]
-    assert moments.addressable_data(0).shape == (VOCABULARY // 4, WIDTH)
-    np.testing.assert_allclose(
-        sharded_metrics["loss"], replicated_metrics["loss"], rtol=1e-5
-    )
-    for got, want in zip(
-        jax.tree.leaves(sharded.params), jax.tree.leaves(replicated.params), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -1480,8 +909,9 @@ def test_explicit_axes_are_named_if_the_loss_does_not_support_them(mode):
     if mode != "jit":
         step(state, batch)
         return
-    with pytest.raises(ValueError, match=r"`mesh` has axis types.*\(AxisType.Auto,\)"):
+    with pytest.raises(Exception) as caught:
         step(state, batch)
+    assert "`mesh` has axis types" in caught.value.__notes__[0]
 
 
 def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
@@ -1510,175 +940,78 @@ def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
     assert sums[0] != sums[1]
 
 
-def test_a_loss_that_is_not_a_function_is_refused():
-    message = r"`loss_fn=3` is not a function.* function of \(model, batch, keys\)\."
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(3, optax.sgd(0.1), jb.data_mesh())  # pyright: ignore
-    with pytest.raises(ValueError, match=message):
-        jb.make_eval_step(3, jb.data_mesh())  # pyright: ignore
+SHARDED = NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data"))
 
 
-def test_an_unknown_mode_is_refused():
-    message = "`mode='pjit'`: choose 'jit', 'shard_map' or 'pmap'"
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), mode="pjit")
-    with pytest.raises(ValueError, match=message):
-        jb.make_eval_step(loss_fn, jb.data_mesh(), mode="pjit")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_unknown_axis_is_refused(mode):
-    message = r"`batch_axes='rows'`, but the mesh has axes \('data',\). Pass one"
-    options = {"mode": mode, "batch_axes": "rows"}
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), **options)
-    with pytest.raises(ValueError, match=message):
-        jb.make_eval_step(loss_fn, jb.data_mesh(), **options)
-
-
-BROKEN = {
-    "no-tuple": (
-        lambda total, weight: total,
-        r"returned a single array\. Return \(loss_sum, weight\), .* not means",
-    ),
-    "list": (
-        lambda total, weight: [total, weight],
-        r"returned a value of type list\. Return \(loss_sum, weight\)",
-    ),
-    "nothing": (
-        lambda total, weight: None,
-        r"returned a value of type NoneType\. Return \(loss_sum, weight\)",
-    ),
-    "too-short": (
-        lambda total, weight: (total,),
-        r"returned a tuple of length 1\. Return \(loss_sum, weight\)",
-    ),
-    "too-long": (
-        lambda total, weight: (total, weight, {}, {}, 1),
-        r"returned a tuple of length 5\. Return \(loss_sum, weight\)",
-    ),
-    "integer-loss": (
-        lambda total, weight: (weight, weight),
-        r"returned 'loss_sum' as int32\. Return a float",
-    ),
-    "loss-by-row": (
-        lambda total, weight: (total * jnp.ones(3), weight),
-        r"returned 'loss_sum' with shape \[3\]\. Sum it to a scalar",
-    ),
-    "weight-by-row": (
-        lambda total, weight: (total, jnp.ones((2, 1))),
-        r"returned 'weight' with shape \[2, 1\]\. Sum it to a scalar",
-    ),
-    "sum-by-row": (
-        lambda total, weight: (total, weight, {"correct": jnp.ones(4)}),
-        r"returned 'correct' with shape \[4\]\. Sum it to a scalar",
-    ),
-    "constant-loss": (
-        lambda total, weight: (1.5, weight),
-        r"returned 'loss_sum' as float\. Return a scalar jax.Array",
-    ),
-    "constant-weight": (
-        lambda total, weight: (total, 8),
-        r"returned 'weight' as int\. Return a scalar jax.Array, a sum over the batch",
-    ),
-    "no-weight": (
-        lambda total, weight: (total, None),
-        r"returned 'weight' as NoneType\. Return a scalar jax.Array",
-    ),
-    "constant-sum": (
-        lambda total, weight: (total, weight, {"rows": np.float32(2)}),
-        r"returned 'rows' as float32\. Return a scalar jax.Array",
-    ),
-    "nested-sum": (
-        lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
-        r"returned 'tasks' as dict\. Return a scalar jax.Array",
-    ),
-    "sums-list": (
-        lambda total, weight: (total, weight, [weight]),
-        r"returned `sums` as list\. Return a dict",
-    ),
-    "mean-twice": (
-        lambda total, weight: (total, weight, {"loss": total}),
-        r"\['loss'\], which are reserved for the metrics of the step. Rename",
-    ),
-    "name-twice": (
-        lambda total, weight: (total, weight, {"weight": weight, "mine": weight}),
-        r"\['weight'\], which are reserved for the metrics of the step. Rename",
-    ),
-    "names-twice": (
-        lambda total, weight: (
-            *(total, weight),
-            dict.fromkeys(("num_tokens", "num_examples", "loss_sum"), weight),
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("loss_fn", {"loss_fn": 3}),
+        ("mode", {"mode": "pjit"}),
+        *(("batch_axes", {"batch_axes": "rows", "mode": mode}) for mode in MODES),
+        ("mesh", {"mesh": "mesh"}),
+        ("tx", {"tx": None}),
+        *(("seed", {"seed": seed}) for seed in (-1, 2**63, 1.5, None)),
+        *(("accumulate", {"accumulate": x}) for x in (4, "no", None)),
+        ("state_sharding", {"mode": "pmap", "state_sharding": SHARDED}),
+        *(
+            ("batch_axes", {"mode": "pmap", "mesh": make_mesh(x)[0], "batch_axes": y})
+            for x, y in (("4x2", "data"), ("4x2", ("fsdp", "data")))
         ),
-        r"\['loss_sum', 'num_examples', 'num_tokens'\], which are .* Rename",
-    ),
+    ],
+)
+def test_wrong_options_are_refused(name, options):
+    good = {"loss_fn": loss_fn, "tx": optax.sgd(0.1), "mesh": jb.data_mesh()}
+    with pytest.raises(ValueError, match=f"`{name}[=`]"):
+        jb.make_train_step(**{**good, **options})
+    if options.keys() <= {"loss_fn", "mesh", "mode", "batch_axes"}:
+        good.pop("tx")
+        with pytest.raises(ValueError, match=f"`{name}[=`]"):
+            jb.make_eval_step(**{**good, **options})
+
+
+# What a loss must not return, given its loss sum and its weight.
+BROKEN = {
+    "no-tuple": lambda total, weight: total,
+    "list": lambda total, weight: [total, weight],
+    "nothing": lambda total, weight: None,
+    "too-short": lambda total, weight: (total,),
+    "too-long": lambda total, weight: (total, weight, {}, {}, 1),
+    "integer-loss": lambda total, weight: (weight, weight),
+    "loss-by-row": lambda total, weight: (total * jnp.ones(3), weight),
+    "weight-by-row": lambda total, weight: (total, jnp.ones((2, 1))),
+    "bool": lambda total, weight: (total, weight, {"any": weight > 0}),
+    "constant-loss": lambda total, weight: (1.5, weight),
+    "constant-weight": lambda total, weight: (total, 8),
+    "constant-sum": lambda total, weight: (total, weight, {"rows": np.float32(2)}),
+    "nested-sum": lambda total, weight: (total, weight, {"tasks": {"a": weight}}),
+    "sums-list": lambda total, weight: (total, weight, [weight]),
+    "mean-twice": lambda total, weight: (total, weight, {"loss": total}),
 }
 
 
-@pytest.mark.parametrize("mode", only("shard_map"))
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_loss_that_breaks_the_contract_is_refused(case, mode):
-    to_result, message = BROKEN[case]
-
+def test_a_loss_that_breaks_the_contract_is_refused(case):
     def broken(params, batch, keys):
-        return to_result(*loss_fn(params, batch, keys)[:2])
+        return BROKEN[case](*loss_fn(params, batch, keys)[:2])
 
     mesh, tx = jb.data_mesh(jax.devices()[:2]), optax.sgd(0.1)
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     state = jb.create_state(make_params(), tx, mesh)
-    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
-        jb.make_train_step(broken, tx, mesh, mode=mode)(state, batch)
-    with pytest.raises(ValueError, match=f"`loss_fn`.*{message}"):
-        jb.make_eval_step(broken, mesh, mode=mode)(state, batch)
-
-
-def test_the_original_model_is_not_donated():
-    from flax import nnx
-
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    mesh, tx = jb.data_mesh(), optax.sgd(0.1)
-    state = jb.create_state(model, tx, mesh)
-    step = jb.make_train_step(
-        lambda m, b, k: ((m(jnp.ones((b.bucket.batch_size, 2)))).sum(), b.num_tokens),
-        tx,
-        mesh,
-    )
-    (b,) = jb.sharding.prefetch_to_mesh(
-        [jb.data.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
-    )
-    step(state, b)
-    np.asarray(model.kernel.get_value())
-
-
-@pytest.mark.parametrize("mode", ["jit", "shard_map"])
-def test_x64_works_with_strict_promotion(mode):
-    with jax.enable_x64(True):
-        mesh, tx = jb.data_mesh(), optax.sgd(0.1)
-        state = jb.create_state({"w": np.ones(())}, tx, mesh)
-        step = jb.make_train_step(
-            lambda p, b, k: (p["w"] * b.num_tokens.astype(jnp.float64), b.num_tokens),
-            tx,
-            mesh,
-            mode=mode,
-        )
-        (b,) = jb.sharding.prefetch_to_mesh(
-            [jb.data.collate_rows([{"x": np.ones(3, np.int32)}], jb.Bucket(8, 4))], mesh
-        )
-        step(state, b)
+    for step in (
+        jb.make_train_step(broken, tx, mesh, mode="shard_map"),
+        jb.make_eval_step(broken, mesh),
+    ):
+        with pytest.raises(ValueError, match="`loss_fn`"):
+            step(state, batch)
 
 
 def test_seeds_that_agree_in_32_bits_have_different_keys():
-    from jaxbucket.train.loss import row_keys
+    from jaxbucket.train.modes import row_keys
 
     a, b = (jax.random.key_data(row_keys(s, 0, 2)) for s in (5, 2**40 + 5))
     assert not np.array_equal(a, b)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, None])
-def test_a_seed_out_of_range_is_refused(seed):
-    with pytest.raises(ValueError, match=f"`seed={seed}`"):
-        jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), seed=seed)
 
 
 def test_an_optimizer_that_drops_extra_arguments_is_named():
@@ -1712,29 +1045,6 @@ def test_an_average_that_overflows_is_skipped(mode):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-def test_linen_batch_statistics_are_refused():
-    variables = {"params": {"w": jnp.ones(2)}, "batch_stats": {"mean": jnp.ones(2)}}
-    with pytest.raises(
-        ValueError, match="`model` has the collections .*batch_stats.*, which would be"
-    ):
-        jb.create_state(variables, optax.sgd(0.1))
-
-
-def test_the_norm_of_complex_gradients_is_real():
-    from jaxbucket.train.update import _norm
-
-    assert _norm({"w": jnp.asarray([3 + 4j, 0])}) == 5
-
-
-def test_a_batch_without_weight_has_a_loss_of_zero():
-    def loss(params, batch, keys):
-        return jnp.sum(params["embedding"]) * 0, jnp.asarray(0)
-
-    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
-    state, metrics = run_batch(batch, four_devices(), loss=loss)
-    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0
-
-
 def test_packed_examples_are_counted_individually():
     ids = np.zeros((4, 8), np.int32)
     ids[0, :6], ids[1, :3] = [1, 1, 2, 2, 3, 3], 1
@@ -1745,14 +1055,6 @@ def test_packed_examples_are_counted_individually():
     assert metrics["num_examples"] == 4 and metrics["num_tokens"] == 9
 
 
-@pytest.mark.parametrize("accumulate", [4, "no", None])
-def test_accumulate_is_a_bool(accumulate):
-    mesh = jb.data_mesh(jax.devices()[:1])
-    message = f"`accumulate={accumulate!r}` must be True or False"
-    with pytest.raises(ValueError, match=message):
-        jb.make_train_step(None, optax.sgd(0.1), mesh, accumulate=accumulate)
-
-
 @pytest.mark.parametrize("mode", only("jit"))
 def test_micro_batches_need_accumulate(mode):
     batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
@@ -1761,13 +1063,7 @@ def test_micro_batches_need_accumulate(mode):
     state = jb.create_state(make_params(), tx, mesh)
     (micro_batches,) = jb.sharding.prefetch_to_mesh([(batch, batch)], mesh)
     for kind in (tuple, list):
-        message = f"`batch` is a {kind.__name__}, .* Pass `accumulate=True` to `make_"
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(ValueError, match="`batch`.*`accumulate=True`"):
             step(state, kind(micro_batches))
     state, _ = step(state, micro_batches[0])
     assert state.step == 1
-
-
-def test_create_state_refuses_a_mesh_that_is_not_one():
-    with pytest.raises(ValueError, match="`mesh` is a str, not a mesh. Make one with"):
-        jb.create_state({"w": jnp.ones(2)}, optax.sgd(0.1), "mesh")

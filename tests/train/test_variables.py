@@ -114,10 +114,9 @@ def returning(new):
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        ([1], "returned variables as list"),
         ({"memory": {"x": jnp.ones(())}}, r"\['memory'\]\['x'\]"),
-        ({"level": {"x": jnp.ones(3)}}, r"\['level'\]\['x'\] from float32\[\] to"),
-        ({"level": {"x": jnp.ones((), jnp.int32)}}, "from float32.* to int32"),
+        ({"level": {"x": jnp.ones(3)}}, r"\['level'\]\['x'\] from float32"),
+        ({"level": {"x": jnp.ones((), jnp.int32)}}, "to int32"),
     ],
 )
 def test_variables_that_break_the_contract_are_refused(new, message):
@@ -164,7 +163,7 @@ def test_variables_as_third_value_are_refused():
     def loss(model, batch, keys):
         return *counting_loss(model, batch, keys)[:2], {"total": model["total"]}
 
-    with pytest.raises(ValueError, match=r"the collections \['total'\] as its third"):
+    with pytest.raises(ValueError, match="returned 'total'"):
         step_once(loss)
 
 
@@ -236,7 +235,7 @@ def test_an_assigned_parameter_is_refused(wrt):
     mesh, tx = make_mesh(), optax.sgd(0.1)
     batch = on_mesh(make_batch(), mesh)
     for step in (jb.make_train_step(loss, tx, mesh), jb.make_eval_step(loss, mesh)):
-        with pytest.raises(ValueError, match=r"\['teacher'\].*a parameter"):
+        with pytest.raises(ValueError, match=r"changes \['teacher'\]"):
             step(jb.create_state(Teacher(), tx, mesh, wrt=wrt), batch)
 
 

@@ -55,7 +55,7 @@ def test_two_processes_train_like_the_plain_loop(launch, tmp_path):
     code = f"""
 import sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
-sys.argv[1:] = {["nnx", "jit", str(tmp_path / "ckpt"), str(tmp_path / "results")]}
+sys.argv[1:] = {["nnx", "pmap", str(tmp_path / "ckpt"), str(tmp_path / "results")]}
 import whole_job
 whole_job.main()
 """

@@ -16,7 +16,7 @@ import optax
 from flax import linen, nnx
 
 import jaxbucket as jb
-from jaxbucket.train.loss import row_keys
+from jaxbucket.train.modes import row_keys
 
 FEATURES, WIDTH, KEPT, MOMENTUM, DECAY = 3, 8, 0.75, 0.9, 0.8
 DTYPE = np.float64
