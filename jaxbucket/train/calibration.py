@@ -31,7 +31,8 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, as_arrays, sequence_names
+from jaxbucket.data.example import Example, as_arrays
+from jaxbucket.data.sequence_axes import sequence_axes
 from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.limits import Limits
 from jaxbucket.sharding import (
@@ -247,7 +248,7 @@ def _full_batch(
 ) -> Batch:
     """Returns a batch without padding, whose rows all repeat one example."""
     arrays = as_arrays(example)
-    for name in sequence_names(arrays, sequences):
+    for name in sequence_axes(arrays, sequences):
         value = arrays[name]
         if not len(value):
             raise ValueError(
