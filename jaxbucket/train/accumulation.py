@@ -22,7 +22,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import CompileOptions, Program
-from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.mismatch import check_is_batch
 from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.precision import at_least_float32
@@ -75,7 +74,6 @@ def accumulating_step(
       pmap_axes: the mesh axes over which rows are sharded under `pmap`; None for `jit`.
     """
 
-    @record_arguments
     def add_micro_batch(
         state: TrainState, accumulated: Accumulated, batch: Batch
     ) -> Accumulated:

@@ -21,7 +21,6 @@ from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.compile.events import compiling_as, record_call
 
 _DEVICES = "devices"
 # The options of jax that change what a step computes.
@@ -63,7 +62,6 @@ class PmapStep:
     ):
         functools.update_wrapper(self, fn)
         self._fn = fn
-        self._name = getattr(fn, "__name__", "step")
         self.mesh = mesh
         self.axes = axes
         _check_adjacent(mesh)
@@ -91,16 +89,12 @@ class PmapStep:
         *replicated, batch = args
         _check_replicated(replicated)
         with_axis = jax.eval_shape(self._put_axis, batch)
-        lowered = PmapLowered(
-            self._name,
+        return PmapLowered(
             self._put_axis.lower(batch),
             # With several processes, pmap would turn a `ShapeDtypeStruct` into an
             # array. It leaves a `ShapedArray` unchanged.
             self._mapped.lower(*jax.tree.map(_abstract, (*replicated, with_axis))),
         )
-        # Record the global shapes, not those of a single device.
-        record_call(self._fn, args)
-        return lowered
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -150,15 +144,11 @@ def _abstract(leaf: Any) -> Any:
 class PmapLowered:
     """The result of `PmapStep.lower`, similar to `jax.stages.Lowered`."""
 
-    name: str
     put_axis: jax.stages.Lowered
     mapped: jax.stages.Lowered
 
     def compile(self) -> PmapCompiled:
-        put_axis = self.put_axis.compile()
-        # jax reports every pmapped function as `_fun`.
-        with compiling_as(self.name):
-            return self.join(put_axis, self.mapped.compile())
+        return self.join(self.put_axis.compile(), self.mapped.compile())
 
     @property
     def stages(self) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:

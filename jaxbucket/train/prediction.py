@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket import train
 from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.checks import check_choice, check_function
-from jaxbucket.compile.events import record_arguments
 from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import split_examples
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
@@ -89,7 +88,6 @@ def make_predict_step(
         check_variables(state, new, lambda x: call(x)[1], EVALUATION_REMEDY)
         return batch._replace(features=_checked(outputs, batch.bucket.batch_size))
 
-    @record_arguments
     def predict_step(state: TrainState, batch: Batch) -> Batch:
         return over_rows(state, batch)
 

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_function, check_seed
-from jaxbucket.compile.events import record_arguments
 from jaxbucket.sharding import DATA_AXIS, Axes, axis_names
 from jaxbucket.train.accumulation import accumulating_step
 from jaxbucket.train.gradients import gradient_sums
@@ -141,7 +140,6 @@ def make_train_step(
             pmap_axes=axes if mode == "pmap" else None,
         )
 
-    @record_arguments
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         if isinstance(batch, tuple | list) and not isinstance(batch, Batch):
             raise TypeError(
@@ -216,7 +214,6 @@ def make_eval_step(
 
     global_sums = sum_over_batch(local_sums, mesh, mode, batch_axes, seed=None)
 
-    @record_arguments
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
         sums, _ = global_sums(checked_state(state), batch)
         return mean_metrics(sums)
