@@ -22,7 +22,6 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_function, check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile.events import record_arguments
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.sharding import prefetch_to_mesh
 from jaxbucket.train.gradients import gradient_sums
@@ -138,7 +137,6 @@ def _make_gradient_step(
     sums_fn, mesh = gradient_sums(loss_fn, updates_variables=True), batches.mesh
     global_sums = sum_over_batch(sums_fn, mesh, "jit", (), seed)
 
-    @record_arguments
     def gradient_step(state: TrainState, batch: Batch) -> tuple[Any, Metrics]:
         return global_sums(state, batch)[0]
 

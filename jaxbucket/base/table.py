@@ -29,7 +29,7 @@ class Record(abc.ABC):
     """Numbers for people and for programs: printed as a table, written as JSON."""
 
     @abc.abstractmethod
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Any:
         """Returns all numbers as plain Python values."""
 
     @abc.abstractmethod
@@ -37,7 +37,7 @@ class Record(abc.ABC):
         """Returns a `rich` table, for a terminal."""
 
     def to_json(self) -> str:
-        """Returns all numbers as one JSON object."""
+        """Returns all numbers as JSON."""
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:

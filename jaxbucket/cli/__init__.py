@@ -30,7 +30,8 @@ class _Group(click.Group):
             raise
         except (ValueError, OSError, ImportError, MemoryError) as error:
             command = self.commands.get(ctx.invoked_subcommand or "", self)
-            message = str(error) or type(error).__name__
+            lines = [str(error) or type(error).__name__]
+            message = "\n".join([*lines, *getattr(error, "__notes__", ())])
             raise click.ClickException(_with_options(message, command)) from None
 
 

@@ -19,9 +19,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice, check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile.events import allow_compiles, take_trace
 from jaxbucket.compile.executables import Executables
-from jaxbucket.compile.guard import OnCompile
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
@@ -52,7 +50,6 @@ class CompileOptions:
     executables: str | os.PathLike[str] | None = None
     executables_key: str = ""
     unplanned: Unplanned = "raise"
-    on_compile: OnCompile = "warn"
     progress: bool = True
     keep_going: bool = False
 
@@ -65,12 +62,6 @@ class CompileOptions:
                 "system. Mount remote storage to use it."
             )
         check_choice("unplanned", self.unplanned, get_args(Unplanned))
-        check_choice("on_compile", self.on_compile, get_args(OnCompile))
-        if self.unplanned == "jit" and self.on_compile == "raise":
-            raise ValueError(
-                "`unplanned='jit'` compiles batches that are not in the plan, "
-                "which `on_compile='raise'` forbids. Change one of them."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,8 +146,6 @@ class Build:
                 lowered, flops = traced.lower(), count_flops(traced.jaxpr)
             else:
                 lowered, flops = program.fn.lower(*program.args), None
-            # Discarded, because the program is compiled in a different thread.
-            take_trace(program.name)
             report = ProgramReport(
                 program.name,
                 str(program.label),
@@ -183,8 +172,7 @@ class Build:
             return
         with self._noting_failure(program):
             start = time.perf_counter()
-            with allow_compiles():
-                executable = lowered.compile()
+            executable = lowered.compile()
             report = dataclasses.replace(
                 report,
                 compile_seconds=time.perf_counter() - start,

@@ -94,7 +94,6 @@ def precompile(
         workers,
         executables,
         executables_key,
-        on_compile="ignore",
         progress=progress,
         keep_going=True,
     )

@@ -7,14 +7,13 @@ once, so that a model of 32 layers in a `lax.scan` counts as one layer.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
 
-from jaxbucket.base.table import table_text
+from jaxbucket.base.table import Record
 
 # Characters of a file's name that the table shows.
 _DIGITS = 6
@@ -102,7 +101,7 @@ def memory_of(executable: Any) -> dict[str, int | None]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CompileReport:
+class CompileReport(Record):
     """The costs of all programs of a step function.
 
     `print(report)` prints a table, and `to_json` returns all numbers.
@@ -137,24 +136,12 @@ class CompileReport:
         """Returns all numbers as plain Python values."""
         return [program.to_dict() for program in self.programs]
 
-    def to_json(self) -> str:
-        """Returns all numbers as JSON."""
-        return json.dumps(self.to_dict())
-
     def __repr__(self) -> str:
         count = len(self.programs)
         return f"<CompileReport: {count} programs, {self.num_compiled} compiled>"
 
-    def __str__(self) -> str:
-        """Returns the table as text.
-
-        It fits in 80 columns, unless names or numbers are exceptionally long. No number
-        is truncated.
-        """
-        return table_text(self)
-
     def __rich__(self) -> Any:
-        """Returns the report as a `rich` table."""
+        """Returns the report as a `rich` table, which usually fits in 80 columns."""
         from rich import box
         from rich.table import Table
         from rich.text import Text

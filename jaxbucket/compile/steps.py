@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,8 +19,6 @@ from jaxbucket.compile.build import (
     Program,
     Unplanned,
 )
-from jaxbucket.compile.events import Trace, allow_compiles, record_arguments
-from jaxbucket.compile.guard import CompileGuard, OnCompile
 from jaxbucket.compile.mismatch import (
     batch_difference,
     check_is_batch,
@@ -49,7 +47,6 @@ def compile_steps(
     executables: str | os.PathLike[str] | None = None,
     executables_key: str = "",
     unplanned: Unplanned = "raise",
-    on_compile: OnCompile = "warn",
     progress: bool = True,
 ) -> CompiledSteps[_Result]:
     """Compiles a step function for every bucket ahead of time.
@@ -91,8 +88,6 @@ def compile_steps(
       unplanned: how to treat a batch that differs from the plan. "raise" raises a
         ValueError. "jit" compiles a program for it, and warns once about each
         difference.
-      on_compile: the action if XLA compiles a function of this name after all programs
-        are ready: "warn", "raise" or "ignore".
       progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -105,9 +100,7 @@ def compile_steps(
         `executables` is not on a file system.
       Exception: any error of tracing or compiling, with a note that names the bucket.
     """
-    options = CompileOptions(
-        workers, executables, executables_key, unplanned, on_compile, progress
-    )
+    options = CompileOptions(workers, executables, executables_key, unplanned, progress)
     return compile_with(options, step_fn, state, specs)
 
 
@@ -123,7 +116,7 @@ def compile_with(
         # A step that consists of several phases compiles them itself.
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
     if not hasattr(step_fn, "lower"):
-        step_fn = jax.jit(record_arguments(step_fn))
+        step_fn = jax.jit(step_fn)
     return CompiledSteps(step_fn, (state,), specs, options)
 
 
@@ -188,12 +181,6 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         self._may_compile = options.unplanned == "jit"
         self._compiled_for: set[str] = set()
         self._in_flight: collections.deque[jax.Array] = collections.deque()
-        # Not a method, which would keep these steps alive in a reference cycle with
-        # their guard.
-        explain = functools.partial(_explain, self._specs)
-        self._guard = CompileGuard(
-            step_fn, programs[0].name, options.on_compile, explain
-        )
 
     def __getitem__(self, bucket: Bucket) -> Any:
         if bucket not in self._specs:
@@ -248,9 +235,8 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
             return self.run_program(spec_bucket(batch, self._specs), state, *args)
         if difference not in self._compiled_for:
             self._compiled_for.add(difference)
-            self._guard.report(difference)
-        with allow_compiles():
-            return self.throttle(self._step_fn(state, *args))
+            warnings.warn(f"{difference} It is compiled now.", stacklevel=2)
+        return self.throttle(self._step_fn(state, *args))
 
     def run_program(self, label: Label, *args: Any) -> Any:
         """Runs the program of a bucket or a phase; returns its outputs.
@@ -285,20 +271,3 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
             if not earlier.is_deleted():
                 earlier.block_until_ready()
         return result
-
-
-def _explain(specs: Mapping[Bucket, Batch], trace: Trace | None) -> str:
-    """Returns why a step was compiled again, as part of a message."""
-    if trace is None:
-        return (
-            "it, or a different function of the same name, was called directly. Call "
-            "the result of `compile_steps`, or rename the other function."
-        )
-    batch = trace.args[-1]
-    difference = batch_difference(batch, specs) or (
-        f"{batch.bucket} has an executable, perhaps for a different state."
-    )
-    return (
-        f"{difference} The step function was called directly. Call the result of "
-        "`compile_steps` instead."
-    )

@@ -7,8 +7,8 @@ truncated or split. All other features have one value for the whole example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -64,22 +64,12 @@ def copy_features(example: Example) -> dict[str, np.ndarray]:
     """Returns the features as new arrays, including copies of contained objects.
 
     Raises:
-      ValueError: if the example is not a dict, or an object cannot be copied.
+      ValueError: if the example is not a dict.
     """
-    return {name: _copied(name, x) for name, x in as_arrays(example).items()}
-
-
-def _copied(name: str, array: np.ndarray) -> np.ndarray:
-    if not array.dtype.hasobject:
-        return np.array(array)
-    try:
-        return copy.deepcopy(array)
-    except Exception as error:
-        raise ValueError(
-            f"Feature {name!r} holds an object that cannot be copied: "
-            f"{type(error).__name__}: {error}. Remove it, or pass plain data "
-            "instead, such as a path or bytes."
-        ) from error
+    return {
+        name: copy.deepcopy(x) if x.dtype.hasobject else np.array(x)
+        for name, x in as_arrays(example).items()
+    }
 
 
 def feature_specs(example: Example | None) -> Features:
@@ -98,51 +88,6 @@ def example_from_specs(features: Features) -> Example | None:
     if not features:
         return None
     return {name: np.zeros(shape, dtype) for name, (dtype, shape) in features.items()}
-
-
-def sequence_names(
-    arrays: Mapping[str, np.ndarray], sequences: Sequence[str] | None
-) -> list[str]:
-    """Returns the names of the sequence features, which have shape `[n, ...]`.
-
-    Args:
-      arrays: the features of an example.
-      sequences: names of the sequence features. By default all features with a leading
-        axis.
-
-    Raises:
-      ValueError: if there are none, or a named feature has no leading axis.
-    """
-    if sequences is None:
-        names = [name for name, value in arrays.items() if value.ndim]
-        remedy = "Add one with an entry per token, `[n, ...]`; tokenize text first."
-    else:
-        names = listed_names(sequences)
-        missing = [n for n in names if n not in arrays or not arrays[n].ndim]
-        if missing:
-            raise ValueError(
-                f"`sequences={names}`: {missing} are not arrays with a leading axis. "
-                f"The example has features {sorted(arrays)}."
-            )
-        remedy = "Name at least one in `sequences`."
-    for name in names:
-        if arrays[name].dtype.hasobject and has_nested(arrays[name].flat):
-            raise ValueError(
-                f"Feature {name!r} is a list of dicts or lists, so its length is not "
-                "that of its tokens. Flatten it, choose the features that have the "
-                "length by `sequences=[...]`, or pass a `length_fn`."
-            )
-    if not names:
-        raise ValueError(
-            f"The example has no sequence feature among {sorted(arrays)}. {remedy}"
-        )
-    return names
-
-
-def has_nested(entries: Iterable[Any]) -> bool:
-    """Whether some entries of a list are themselves lists, arrays or dicts."""
-    kinds = (Mapping, list, tuple, np.ndarray)
-    return any(issubclass(kind, kinds) for kind in set(map(type, entries)))
 
 
 def listed_names(sequences: Sequence[str]) -> list[str]:
@@ -171,15 +116,11 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
     """Raises a ValueError if a feature is text, an object, a date or a duration."""
     for name, value in arrays.items():
-        if value.dtype.kind in "USO":
+        if value.dtype.kind not in "biufcV":
             raise ValueError(
-                f"Feature {name!r} is text or an object, {value.dtype}, but a batch "
-                "contains only numbers. Remove it, or encode it as numbers."
-            )
-        if value.dtype.kind in "mM":
-            raise ValueError(
-                f"Feature {name!r} is a time, {value.dtype}, which jax does not "
-                'support. Convert it with `x.astype("int64")`, or remove it.'
+                f"Feature {name!r} is {value.dtype}, but a batch contains only "
+                "numbers. Remove it, or encode it as numbers, for example times by "
+                '`x.astype("int64")`.'
             )
 
 
@@ -215,12 +156,6 @@ def matching_arrays(
             expected.ndim,
             expected.shape[skip:],
         ):
-            if value.dtype.kind in "USO":
-                raise ValueError(
-                    f"Row {row}: feature {name!r} is text or an object, {value.dtype}, "
-                    "but a batch contains only numbers. Remove it, or encode it as "
-                    "numbers."
-                )
             raise ValueError(
                 f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, but "
                 f"{expected.dtype}{list(expected.shape)} in the first example. Give "
@@ -229,55 +164,3 @@ def matching_arrays(
                 "two sequences, if two axes differ in length)."
             )
     return arrays
-
-
-def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
-    """Returns the common length of an example's sequence features.
-
-    Raises:
-      ValueError: if there are no sequences, if their lengths differ, or if the example
-        is not a dict.
-    """
-    arrays = as_arrays(example)
-    return common_length(arrays, sequence_names(arrays, sequences))
-
-
-def common_length(
-    arrays: Mapping[str, np.ndarray], names: list[str], row: int | None = None
-) -> int:
-    """Returns n, the common length of the sequence features.
-
-    Args:
-      arrays: the features of the example.
-      names: names of the sequence features.
-      row: index of the example in its batch or file, for messages.
-
-    Raises:
-      ValueError: if the lengths differ or are 0.
-    """
-    return common_size({name: len(arrays[name]) for name in names}, row)
-
-
-def common_size(sizes: Mapping[str, int], row: int | None = None) -> int:
-    """Returns the common length of features.
-
-    Args:
-      sizes: mapping from feature name to the length of an axis.
-      row: index of the example in its batch or file, for messages.
-
-    Raises:
-      ValueError: if the lengths differ or are 0.
-    """
-    where = "The example" if row is None else f"Row {row}"
-    if len(set(sizes.values())) != 1:
-        raise ValueError(
-            f"{where} has sequences of different lengths, {dict(sizes)}. Name the "
-            "features that share a length in `sequences`."
-        )
-    name, length = next(iter(sizes.items()))
-    if length == 0:
-        raise ValueError(
-            f"{where} has length 0 in {name!r}. Remove empty examples from the source, "
-            "for example with `jb.data.select`."
-        )
-    return length

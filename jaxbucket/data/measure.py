@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.base.sizes import check_sequence_names
-from jaxbucket.data.example import Sequences, example_length
-from jaxbucket.data.measure_pass import (
-    Measurement,
-    PassOptions,
-    cache_label,
-    share_of,
-)
+from jaxbucket.data.example import Sequences
+from jaxbucket.data.measure_pass import Measurement, Pass
 from jaxbucket.data.sequence_axes import (
     axis_labels,
     check_not_nested,
+    example_length,
     length_functions,
 )
 from jaxbucket.data.source import Source
 from jaxbucket.data.spans import check_sequences
 from jaxbucket.data.token_source import TokenSource
-
-_DTYPES = ("float32", "float64", "int32", "int64")
 
 
 class MeasureOptions(TypedDict, total=False):
@@ -131,24 +122,23 @@ def measure_lengths(
     if length_fn is None and is_single and isinstance(source, TokenSource):
         check_sequences(source, cast(Sequence[str] | None, sequences))
         return source.lengths
-    size = _num_examples(source)
     functions = _length_functions(length_fn, sequences)
-    int32 = dict.fromkeys(functions, np.dtype(np.int32))
-    measure = Measurement(source, functions, int32, 1, "length_fn")
-    label = cache_label(cache, cache_key, None if length_fn is None else "length_fn")
+    if length_fn is not None:
+        _check_cache_key(cache, cache_key, "length_fn")
+    measure = Measurement(source, functions, np.int32, "length_fn")
     group = processes or SingleProcess()
     if group.count > 1 and cache is None:
         raise ValueError(
             "`cache` is missing: the processes exchange lengths through files. Pass a "
             "folder that all of them can access."
         )
-    label = f"{axis_labels(sequences)} {label}"
-    run = _options(measure, label, num_workers, progress, cache, group, "Lengths")
+    label = str(axis_labels(sequences))
+    options = (num_workers, cache, cache_key, group, progress)
+    whole = Pass(measure, label, "Lengths", *options)
     if group.count > 1:
-        run.run(measure, *share_of(size, group))
+        whole.run(*whole.share())
         group.gather("measuring lengths", "")
-        run.check_complete(measure)
-    lengths = measure.by_name(run.run(measure, 0, size))
+    lengths = whole.run(0, len(source))
     if length_fn is None:
         check_not_nested(source, sequences, lengths)
     return unnamed(lengths)
@@ -158,16 +148,12 @@ def measure_lengths(
 def measure_difficulty(
     source: Source,
     difficulty_fn: Callable[[Any], float],
-    *,
-    dtype: DTypeLike = ...,
     **options: Unpack[MeasureOptions],
 ) -> np.ndarray: ...
 @overload
 def measure_difficulty(
     source: Source,
     difficulty_fn: Mapping[str, Callable[[Any], float]],
-    *,
-    dtype: DTypeLike | Mapping[str, DTypeLike] = ...,
     **options: Unpack[MeasureOptions],
 ) -> dict[str, np.ndarray]: ...
 
@@ -176,7 +162,6 @@ def measure_difficulty(
     source: Source,
     difficulty_fn: Callable[[Any], float] | Mapping[str, Callable[[Any], float]],
     *,
-    dtype: DTypeLike | Mapping[str, DTypeLike] = np.float32,
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
     cache_key: str | None = None,
@@ -191,13 +176,13 @@ def measure_difficulty(
     Example:
       >>> words = [{"text": "a b"}, {"text": "a b a"}]
       >>> measure_difficulty(words, lambda x: len(x["text"].split()), progress=False)
-      array([2., 3.], dtype=float32)
+      array([2., 3.])
 
     Example: several metrics in one pass.
       >>> metrics = {"length": len, "letters": lambda x: len(set(x))}
       >>> scores = measure_difficulty(["aba", "ab"], metrics, progress=False)
       >>> scores["length"], scores["letters"]
-      (array([3., 2.], dtype=float32), array([2., 2.], dtype=float32))
+      (array([3., 2.]), array([2., 2.]))
 
     Example: the rarity of tokens, `-log` of their share of all tokens, needs a sum over
     the source first.
@@ -207,15 +192,12 @@ def measure_difficulty(
       >>> measure_difficulty(
       ...     source, lambda x: surprise[x["tokens"]].sum(), progress=False
       ... ).round(2)
-      array([0.67, 1.83], dtype=float32)
+      array([0.67, 1.83])
 
     Args:
       source: random-access source of examples.
       difficulty_fn: function from an example to a finite number; or a mapping from the
         name of each metric to such a function.
-      dtype: dtype of the values: float32, float64, int32 or int64. float32 is exact for
-        integers up to 2**24. With several metrics, one dtype for all, or a mapping from
-        the names of some to their dtypes.
       num_workers: number of worker processes; 0 measures in this process. The source
         and the functions are pickled and sent to each worker.
       cache: folder in which measured values are stored. Processes may use the same
@@ -228,55 +210,35 @@ def measure_difficulty(
       progress: whether to show a progress bar on a terminal.
 
     Returns:
-      `[n]` of `dtype`; with several metrics, a dict from the name of each to its `[n]`,
-      sorted by name.
+      `[n]` float64; with several metrics, a dict from the name of each to its `[n]`,
+      sorted by name. `.astype` makes them smaller, for example int32 for counts.
 
     Raises:
-      ValueError: if the source is empty, if an example has no finite difficulty or
-        none of `dtype`, if `difficulty_fn` is an empty mapping, or if `cache_key` is
-        missing. Every process raises if their sources differ, or the dtypes, names or
-        keys of their functions; the code of the functions is not compared.
+      ValueError: if the source is empty, if an example has no finite difficulty, if
+        `difficulty_fn` is an empty mapping, or if `cache_key` is missing. Every process
+        raises if their sources differ, or the names or keys of their functions; the
+        code of the functions is not compared.
       RuntimeError: if a worker process dies.
     """
-    size = _num_examples(source)
     functions = _by_name("difficulty_fn", difficulty_fn)
-    dtypes = _checked_dtypes(dtype, functions)
-    measure = Measurement(source, functions, dtypes, None, "difficulty_fn")
-    label = cache_label(cache, cache_key, "difficulty_fn")
+    _check_cache_key(cache, cache_key, "difficulty_fn")
+    measure = Measurement(source, functions, np.float64, "difficulty_fn")
     group = processes or SingleProcess()
-    run = _options(measure, label, num_workers, progress, cache, group, "Difficulty")
-    return unnamed(measure.by_name(run.run(measure, *share_of(size, group))))
+    options = (num_workers, cache, cache_key, group, progress)
+    share = Pass(measure, "difficulty", "Difficulty", *options)
+    return unnamed(share.run(*share.share()))
 
 
-def _options(
-    measure: Measurement,
-    label: str,
-    num_workers: int,
-    progress: bool,
-    cache: str | os.PathLike[str] | None,
-    group: ProcessGroup,
-    title: str,
-) -> PassOptions:
-    """Returns how to run a pass, after comparing it with that of other processes."""
-    key = ""
-    if cache is not None or group.count > 1:
-        key = measure.key(label)
-        keys = group.gather("comparing sources", key)
-        others = [index for index, other in enumerate(keys) if other != key]
-        if others:
-            raise ValueError(
-                f"`source` or its functions, their names or dtypes in processes "
-                f"{others} differ from those in process {group.index}. Pass the same "
-                "in every process."
-            )
-    folder = None if cache is None else pathlib.Path(cache)
-    return PassOptions(num_workers, progress, folder, key, title)
-
-
-def _num_examples(source: Source) -> int:
-    if not len(source):
-        raise ValueError("`source` is empty. Pass a source with at least one example.")
-    return len(source)
+def _check_cache_key(
+    cache: str | os.PathLike[str] | None, cache_key: str | None, argument: str
+) -> None:
+    """Raises a ValueError if functions in a cache have no name."""
+    if cache is not None and cache_key is None:
+        raise ValueError(
+            f"`cache_key` is missing: the cache cannot detect changes of `{argument}`. "
+            f'Pass a name for it, such as `cache_key="{argument}-1"`, and change it '
+            "whenever the function changes."
+        )
 
 
 def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, Any]:
@@ -322,30 +284,6 @@ def _by_name(argument: str, functions: Any) -> dict[str | None, Any]:
             "from names to functions."
         )
     return {name: named[name] for name in sorted(named)}
-
-
-def _checked_dtypes(
-    dtype: Any, functions: Mapping[str | None, Any]
-) -> dict[str | None, np.dtype]:
-    """Returns the dtype of the values of each function.
-
-    Raises:
-      ValueError: if a dtype is not supported, or `dtype` names a different metric.
-    """
-    given = dtype if isinstance(dtype, Mapping) else dict.fromkeys(functions, dtype)
-    dtypes = dict.fromkeys(functions, np.dtype(np.float32))
-    for name, value in given.items():
-        # `np.dtype(None)` is float64.
-        with contextlib.suppress(TypeError):
-            if value is not None and name in functions:
-                dtypes[name] = np.dtype(value).newbyteorder("=")
-                if dtypes[name].name in _DTYPES:
-                    continue
-        raise ValueError(
-            f"`dtype={dtype!r}`: pass one of {list(_DTYPES)}, or a mapping from names "
-            "of metrics to these."
-        )
-    return dtypes
 
 
 def unnamed(values: Mapping[str | None, np.ndarray]) -> Any:

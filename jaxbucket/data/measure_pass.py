@@ -8,23 +8,27 @@ the shares that are missing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from jaxbucket.base.checks import check_integer
+from jaxbucket.base.checks import MAX_FLOAT, MAX_LENGTH, check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.files import complete
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.data.pool import Span, map_spans
 from jaxbucket.data.source import Source, contents
 
 # The functions that measure an example, by name. A single one has the name None.
 Functions: TypeAlias = Mapping[str | None, Callable[[Any], Any]]
+# `(start, stop)`, the examples `start <= index < stop`.
+Span: TypeAlias = tuple[int, int]
 # A source is measured in at most this many shares, of at least this many examples.
 _SHARES, _SMALLEST = 256, 64
 
@@ -36,199 +40,160 @@ class Measurement:
     Attributes:
       source: random-access source of examples.
       functions: functions from an example to a number, by name.
-      dtypes: the dtype of each of these numbers, by name.
-      minimum: the smallest valid number, or None.
+      dtype: int32 for lengths, which are positive, or float64 for any finite numbers.
       argument: the argument with the user's functions, for messages.
     """
 
     source: Source
     functions: Functions
-    dtypes: Mapping[str | None, np.dtype]
-    minimum: int | None
+    dtype: DTypeLike
     argument: str
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The dtype of the result, with a field for each function."""
-        types = [self.dtypes[name] for name in self.functions]
-        return np.dtype([(str(number), x) for number, x in enumerate(types)])
-
-    def key(self, label: str) -> str:
-        """Returns 32 hex digits that identify the source and what is measured.
-
-        Args:
-          label: a text that identifies the functions.
-        """
-        what = f"{len(self.source)} {[*self.functions]} {self.dtype} {label}"
-        return digest(what.encode(), contents(self.source).encode())
-
-    def by_name(self, values: np.ndarray) -> dict[str | None, np.ndarray]:
-        """Returns a contiguous array for each function, by name."""
-        fields = zip(self.functions, self.dtype.names or (), strict=True)
-        return {name: np.ascontiguousarray(values[field]) for name, field in fields}
-
-    def __call__(self, start: int, stop: int) -> np.ndarray:
-        """Returns the numbers of the examples `start <= index < stop`.
+    def __call__(self, span: Span) -> np.ndarray:
+        """Returns the numbers of the examples of a share, `[n, number of functions]`.
 
         Raises:
-          ValueError: if an example cannot be read or has no valid number.
+          ValueError: if a function returns no valid number.
+          Exception: any error of the source or a function, with the example in a note.
         """
-        values = np.empty(stop - start, self.dtype)
-        columns = [
-            (name, function, values[str(number)])
-            for number, (name, function) in enumerate(self.functions.items())
-        ]
-        for index in range(start, stop):
-            which = ""
-            try:
+        values = np.empty((span[1] - span[0], len(self.functions)), self.dtype)
+        for row, index in zip(values, range(*span), strict=True):
+            with Noting(f"This is `source[{index}]`."):
                 example = self.source[index]
-                for name, function, column in columns:
-                    which = "" if name is None else f", {name!r},"
-                    column[index - start] = self._checked(function(example), column)
-            except Exception as error:
-                kind = "" if isinstance(error, ValueError) else type(error).__name__
-                raise ValueError(
-                    f"`source[{index}]`{which} cannot be measured: "
-                    f"{kind}{': ' if kind else ''}{error}"
-                ) from error
+                for place, (name, function) in enumerate(self.functions.items()):
+                    row[place] = self._checked(name, function(example))
         return values
 
-    def _checked(self, value: Any, column: np.ndarray) -> Any:
-        number, is_float = np.asarray(value), column.dtype.kind == "f"
-        limits = np.finfo(column.dtype) if is_float else np.iinfo(column.dtype)
-        minimum = limits.min if self.minimum is None else self.minimum
-        kinds = "biuf" if is_float else "iu"
+    def _checked(self, name: str | None, value: Any) -> Any:
+        number, kinds, least, most = np.asarray(value), "biuf", -MAX_FLOAT, MAX_FLOAT
+        if self.dtype == np.int32:
+            kinds, least, most = "iu", 1, MAX_LENGTH
         # NaN is not between the limits.
-        if (
-            number.ndim
-            or number.dtype.kind not in kinds
-            or not minimum <= number <= limits.max
-        ):
-            kind = "a number" if is_float else "an integer"
+        if number.ndim or number.dtype.kind not in kinds or not least <= number <= most:
+            which = "" if name is None else f" of {name!r}"
+            kind = "a finite number" if "f" in kinds else "an integer from 1 to 2**31-1"
             raise ValueError(
-                f"`{self.argument}` returned {value!r}, not {kind} from {minimum} to "
-                f"{limits.max}. Fix the function, or remove the example."
+                f"`{self.argument}`{which} returned {value!r}, not {kind}. Fix the "
+                "function, or remove the example."
             )
         return number
 
 
 @dataclasses.dataclass(frozen=True)
-class PassOptions:
-    """How a pass over a source is run.
+class Pass:
+    """A pass over a source.
 
     Attributes:
-      num_workers: number of worker processes; 0 measures in this process.
-      progress: whether to show a progress bar on a terminal.
-      folder: the cache folder, or None.
-      key: the key of the measurement in the cache.
+      measure: what is measured.
+      label: what identifies the functions, besides their names and `cache_key`.
       title: the title of the progress bar.
+      num_workers: number of worker processes; 0 measures in this process.
+      cache: the cache folder, or None.
+      cache_key: the user's name of the functions, or None.
+      processes: all participating processes.
+      progress: whether to show a progress bar on a terminal.
 
     Raises:
-      ValueError: if `num_workers` is not an integer from 0.
+      ValueError: if the source is empty, `num_workers` is not an integer from 0,
+        `cache_key` is no text, or other processes measure something else.
     """
 
-    num_workers: int
-    progress: bool
-    folder: pathlib.Path | None
-    key: str
+    measure: Measurement
+    label: str
     title: str
+    num_workers: int
+    cache: str | os.PathLike[str] | None
+    cache_key: str | None
+    processes: ProcessGroup
+    progress: bool
 
     def __post_init__(self):
+        if not len(self.measure.source):
+            raise ValueError("`source` is empty. Pass one with at least one example.")
         if check_integer("num_workers", self.num_workers) < 0:
             raise ValueError(f"`num_workers={self.num_workers}` must not be negative.")
-
-    def run(self, measure: Measurement, start: int, stop: int) -> np.ndarray:
-        """Returns the numbers of the examples `start <= index < stop`."""
-        if start == stop:
-            # There are more processes than examples.
-            return np.empty(0, measure.dtype)
-        spans = self._spans(measure, start, stop)
-        stored: dict[Span, Any] = {span: self._read(measure, span) for span in spans}
-        missing = [span for span, values in stored.items() if values is None]
-        with progress_bar(self.progress) as bar:
-            total = spans[-1][1] - spans[0][0]
-            left = sum(last - first for first, last in missing)
-            task = bar.add_task(self.title, total=total, completed=total - left)
-            for span, values in map_spans(measure, missing, self.num_workers):
-                stored[span] = values
-                self._write(span, values)
-                bar.advance(task, span[1] - span[0])
-        offset = spans[0][0]
-        whole = np.concatenate([stored[span] for span in spans])
-        return whole[start - offset : stop - offset]
-
-    def check_complete(self, measure: Measurement) -> None:
-        """Raises a ValueError if this process does not see the files of the others."""
-        for span in self._spans(measure, 0, len(measure.source)):
-            if self._read(measure, span) is None:
+        if self.cache_key is not None and not isinstance(self.cache_key, str):
+            raise ValueError(f"`cache_key={self.cache_key!r}` must be a string.")
+        if self.processes.count > 1:
+            keys = self.processes.gather("comparing sources", self._key)
+            if others := [i for i, key in enumerate(keys) if key != self._key]:
                 raise ValueError(
-                    f"`cache={str(self.folder)!r}` lacks shares that other processes "
-                    "measured. Pass a folder that all processes share."
+                    f"`source`, or the names or key of its functions, in processes "
+                    f"{others} differ from those in process {self.processes.index}. "
+                    "Pass the same in every process."
                 )
 
-    def _spans(self, measure: Measurement, start: int, stop: int) -> list[Span]:
+    @functools.cached_property
+    def _key(self) -> str:
+        """32 hex digits that identify what is measured."""
+        names = [*self.measure.functions]
+        what = (len(self.measure.source), names, self.label, self.cache_key)
+        return digest(repr(what).encode(), contents(self.measure.source).encode())
+
+    def share(self) -> tuple[int, int]:
+        """Returns `(start, stop)`, the examples that this process measures."""
+        size, group = len(self.measure.source), self.processes
+        return size * group.index // group.count, size * (
+            group.index + 1
+        ) // group.count
+
+    def run(self, start: int, stop: int) -> dict[str | None, np.ndarray]:
+        """Returns the numbers of the examples `start <= index < stop`, by name."""
+        spans = self._spans(start, stop)
+        stored: dict[Span, Any] = {span: self._read(span) for span in spans}
+        missing = [span for span in spans if stored[span] is None]
+        total, left = (sum(end - first for first, end in x) for x in (spans, missing))
+        with progress_bar(self.progress) as bar:
+            task = bar.add_task(self.title, total=total, completed=total - left)
+            for span, values in self._measured(missing):
+                stored[span] = values
+                self._write(span, values)
+                bar.advance(task, len(values))
+        # There may be no share, with more processes than examples.
+        empty = np.empty((0, len(self.measure.functions)), self.measure.dtype)
+        rows = np.concatenate([empty, *stored.values()])
+        offset = spans[0][0] if spans else 0
+        columns = np.ascontiguousarray(rows[start - offset : stop - offset].T)
+        return dict(zip(self.measure.functions, columns, strict=True))
+
+    def _measured(self, spans: Sequence[Span]) -> Iterator[tuple[Span, np.ndarray]]:
+        """Yields each share and its numbers."""
+        if not self.num_workers or not spans:
+            yield from ((span, self.measure(span)) for span in spans)
+            return
+        # Here, because measuring in this process does without Grain.
+        import grain
+
+        from jaxbucket.data.workers import load_in_workers
+
+        measured = grain.MapDataset.source(spans).map(self.measure)
+        workers = load_in_workers(measured, self.num_workers, num_threads=0)
+        yield from zip(spans, workers, strict=True)
+
+    def _spans(self, start: int, stop: int) -> list[Span]:
         """Returns the shares that include these examples, the same in every process."""
-        size = len(measure.source)
+        size = len(self.measure.source)
         step = max(_SMALLEST, -(-size // _SHARES))
-        if self.folder is None:
+        if self.cache is None:
             # Nothing that other processes measure, too.
             return [(x, min(x + step, stop)) for x in range(start, stop, step)]
         first = start // step * step
         return [(x, min(x + step, size)) for x in range(first, stop, step)]
 
     def _path(self, span: Span) -> pathlib.Path | None:
-        return self.folder and self.folder / f"{self.key}-{span[0]}.npy"
+        if self.cache is None:
+            return None
+        return pathlib.Path(self.cache, f"{self._key}-{span[0]}.npy")
 
-    def _read(self, measure: Measurement, span: Span) -> np.ndarray | None:
-        """Returns a stored share, or None if it is missing or damaged."""
+    def _read(self, span: Span) -> np.ndarray | None:
+        """Returns a stored share, or None if it is missing."""
         path = self._path(span)
         if path is None or not path.exists():
             return None
-        try:
-            values = np.load(path)
-        except Exception:
-            # A damaged file raises many kinds of exceptions. It is measured again.
-            return None
-        is_whole = values.dtype == measure.dtype and len(values) == span[1] - span[0]
-        return values if is_whole else None
+        with Noting(f"This is {path}. Delete it to measure its examples again."):
+            return np.load(path)
 
     def _write(self, span: Span, values: np.ndarray) -> None:
-        path = self._path(span)
-        if path is None:
-            return
-        with complete(path) as draft, draft.open("wb") as file:
-            np.save(file, values)
-
-
-def share_of(size: int, group: ProcessGroup) -> tuple[int, int]:
-    """Returns `(start, stop)`, the examples that a process measures."""
-    return (
-        size * group.index // group.count,
-        size * (group.index + 1) // group.count,
-    )
-
-
-def cache_label(
-    cache: str | os.PathLike[str] | None, cache_key: str | None, argument: str | None
-) -> str:
-    """Returns the text that identifies the user's functions in a cache.
-
-    Args:
-      cache: the cache folder, or None.
-      cache_key: the user's name of the functions, or None.
-      argument: the argument with the functions; None if there are none.
-
-    Raises:
-      ValueError: if `cache_key` is missing or not a text.
-    """
-    if cache is not None and argument is not None and cache_key is None:
-        raise ValueError(
-            f"`cache_key` is missing: the cache cannot detect changes of `{argument}`. "
-            f'Pass a name for it, such as `cache_key="{argument}-1"`, and change it '
-            "whenever the function changes."
-        )
-    if cache_key is not None and not (isinstance(cache_key, str) and cache_key):
-        raise ValueError(
-            f'`cache_key={cache_key!r}` must be a non-empty string, such as "words-1".'
-        )
-    return f"{argument} {cache_key}"
+        if path := self._path(span):
+            with complete(path) as draft, draft.open("wb") as file:
+                np.save(file, values)

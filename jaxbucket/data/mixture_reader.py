@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxbucket.base.batch import Batch, RowShard
 from jaxbucket.base.digest import digest
+from jaxbucket.base.notes import Noting
 from jaxbucket.data.example import Example
 from jaxbucket.data.reader import BatchReader, FeatureTemplate
 from jaxbucket.data.source import Source
 from jaxbucket.schedule.mixture import ComponentBatch, Mixture
+
+_NOTE = "This is the component {!r} of the mixture."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class MixtureReader:
         """Name -> the template for the features of a component."""
         result = {}
         for name, reader in self.readers.items():
-            with _naming(name):
+            with Noting(_NOTE.format(name)):
                 result[name] = reader.like
         return result
 
@@ -77,7 +79,7 @@ class MixtureReader:
 
     def _read_batch(self, batch: ComponentBatch, step: int) -> Batch:
         name = self.schedule.names[batch.component]
-        with _naming(name):
+        with Noting(_NOTE.format(name)):
             return self.readers[name].read_batch(batch.indices, batch.draws, step)
 
 
@@ -113,16 +115,6 @@ def make_mixture_reader(
             else value
             for option, value in options.items()
         }
-        with _naming(name):
+        with Noting(_NOTE.format(name)):
             readers[name] = BatchReader(sources[name], component, shard, **of_component)
     return MixtureReader(schedule, readers, shard)
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Adds the name of a component to the errors of a `with` block."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"This is the component {name!r} of the mixture.")
-        raise

@@ -13,16 +13,16 @@ from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import split_line
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, Sequences, as_arrays, copy_features
+from jaxbucket.data.example import Example, Sequences, copy_features
 from jaxbucket.data.sequence_axes import axis_labels, example_lengths
 from jaxbucket.data.source import (
     Source,
+    check_length,
     check_measured,
     contents,
-    raise_length_changed,
-    read_example,
 )
 from jaxbucket.data.spans import SpanSource
 from jaxbucket.data.token_source import TokenSource
@@ -188,31 +188,18 @@ class BatchReader:
             self._row(row, place, draws, step)
             for row, place in zip(rows, places, strict=True)
         ]
-        collate = functools.partial(
-            collate_rows,
-            bucket=bucket,
-            like=self.like,
-            sequences=self.sequences,
-            **policies,
-        )
-        options = {
-            "pad_value": self.pad_value,
-            "max_segments": self.schedule.max_segments,
-        }
         try:
-            return collate(examples, **options)
-        except ValueError:
-            filled = rows[rows != EMPTY_ROW].tolist()
-            flat = [x for row in examples for x in (row if rows.ndim == 2 else [row])]
-            given = [x for x in flat if x is not None]
-            for index, example in zip(filled, given, strict=True):
-                try:
-                    collate([example])
-                except ValueError as error:
-                    raise ValueError(
-                        f"`source[{index}]`, for step {step}: {error}"
-                    ) from None
-            # No single example is at fault, so it is the `pad_value` that does not fit.
+            return collate_rows(
+                examples,
+                bucket,
+                like=self.like,
+                sequences=self.sequences,
+                pad_value=self.pad_value,
+                max_segments=self.schedule.max_segments,
+                **policies,
+            )
+        except ValueError as error:
+            error.add_note(f"The rows of step {step} are the examples {rows.tolist()}.")
             raise
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
@@ -227,65 +214,43 @@ class BatchReader:
         return self._example(int(row), int(place), draws, step)
 
     def _example(self, index: int, place: int, draws: BatchDraws, step: int) -> Example:
-        purpose = f", for step {step},"
-        example = self._transformed(index, place, draws, purpose)
-        try:
+        with Noting(f"This is `source[{index}]`, for step {step}."):
+            example = self._transformed(index, place, draws)
             # The source may reuse its arrays for the next example.
             example = copy_features(example)
-            lengths = self._lengths(example)
-        except Exception as error:
-            action = "read" if self.transform is None else "transformed"
-            raise ValueError(
-                f"`source[{index}]`{purpose} cannot be {action}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        parts = self.schedule.parts
-        for name, length in lengths.items():
-            measured = self.schedule.lengths if parts is None else parts[name]
-            if length != measured[index]:
-                which = "" if parts is None else f", sequence {name!r},"
-                if self.transform is not None:
-                    which += " after `transform`, which must keep the length,"
-                raise_length_changed(index, length, int(measured[index]), which)
+            self._check_lengths(index, example)
         return example
 
-    def _transformed(
-        self, index: int, place: int, draws: BatchDraws, purpose: str
-    ) -> Example:
-        example = read_example(self.source, index, purpose)
+    def _transformed(self, index: int, place: int, draws: BatchDraws) -> Example:
+        example = self.source[index]
         if self.transform is None:
             return example
-        try:
-            return apply_transform(self.transform, example, draws.rng(index, place))
-        except ValueError as error:
-            raise ValueError(
-                f"`source[{index}]`{purpose} cannot be transformed: {error}"
-            ) from error.__cause__
+        return apply_transform(self.transform, example, draws.rng(index, place))
 
-    def _lengths(self, example: Example) -> dict[str, int]:
-        return example_lengths(example, self.sequences, self.schedule.sequences)
+    def _check_lengths(self, index: int, example: Example) -> None:
+        """Raises a ValueError unless an example has the lengths that were measured."""
+        parts = self.schedule.parts
+        lengths = example_lengths(example, self.sequences, self.schedule.sequences)
+        for name, length in lengths.items():
+            which, measured = "", self.schedule.lengths
+            if parts is not None:
+                which, measured = f", sequence {name!r},", parts[name]
+            if self.transform is not None:
+                which += " after `transform`, which must keep the length,"
+            check_length(index, length, int(measured[index]), which)
 
     @functools.cached_property
     def like(self) -> Example:
         """`source[0]` after `transform`, the template for the features of all batches.
 
         Raises:
-          ValueError: if the example cannot be read, or cannot be part of a batch.
+          ValueError: if the example cannot be part of a batch.
         """
-        purpose = ", the template for all batches,"
-        draws, *_ = self.schedule.draws(0)
-        example = self._transformed(0, 0, draws, purpose)
-        collate = functools.partial(
-            collate_rows,
-            [],
-            Bucket(1, self.schedule.buckets[-1].seq_len),
-            sequences=self.sequences,
-        )
-        try:
-            collate(like=as_arrays(example))
-        except ValueError as error:
-            raise ValueError(f"`source[0]`{purpose[:-1]}: {error}") from None
-        collate(like=example, pad_value=self.pad_value)
+        bucket = Bucket(1, self.schedule.buckets[-1].seq_len)
+        options = {"sequences": self.sequences, "pad_value": self.pad_value}
+        with Noting("This is `source[0]`, the template for all batches."):
+            example = self._transformed(0, 0, self.schedule.draws(0)[0])
+            collate_rows([], bucket, like=example, **options)
         return example
 
 

@@ -17,9 +17,7 @@ from jaxbucket.data.example import (
     Example,
     Sequences,
     as_arrays,
-    common_size,
     listed_names,
-    sequence_names,
 )
 
 # Mapping from each sequence feature to the sequences of its leading axes.
@@ -148,36 +146,43 @@ def sequence_axes(
       ValueError: if a listed feature is missing or lacks an axis, or if the sequences
         are not those of `names`.
     """
-    if not names:
-        features = sequence_names(arrays, cast(Sequence[str] | None, sequences))
-        return dict.fromkeys(features, (features[0],))
+    if names:
+        groups = features_by_sequence(sequences, names, arrays)
+    else:
+        listed = cast(Sequence[str] | None, sequences)
+        if listed is None:
+            listed = [name for name, value in arrays.items() if value.ndim]
+        listed = listed_names(listed)
+        groups = {x: dict.fromkeys(listed, 0) for x in listed[:1]}
+    if not groups:
+        raise ValueError(
+            f"The example has no sequence feature among {sorted(arrays)}. Add one with "
+            "an entry per token, `[n, ...]`, or name one in `sequences`."
+        )
     axes: dict[str, tuple[str, ...]] = {}
-    for name, features in features_by_sequence(sequences, names, arrays).items():
-        _check_axes(arrays, name, features)
+    for name, features in groups.items():
+        _check_axes(arrays, features)
         axes |= {feature: (*axes.get(feature, ()), name) for feature in features}
     return axes
 
 
-def _check_axes(
-    arrays: Mapping[str, np.ndarray], sequence: str, features: Mapping[str, int]
-) -> None:
-    """Raises a ValueError if a feature has no axis of a sequence."""
-    missing = [x for x in features if x not in arrays or not arrays[x].ndim]
-    if missing:
-        raise ValueError(
-            f"`sequences[{sequence!r}]={list(features)}`: {missing} are not arrays "
-            f"with a leading axis. The example has features {sorted(arrays)}. List "
-            "those that are as long as this sequence; a feature with the name of the "
-            "sequence must be one of them."
-        )
-    for feature, axis in features.items():
-        if arrays[feature].ndim <= axis:
+def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -> None:
+    """Raises a ValueError if a feature has no axis of its sequence."""
+    for name, axis in features.items():
+        if name not in arrays or arrays[name].ndim <= axis:
+            shapes = {x: list(value.shape) for x, value in arrays.items()}
             raise ValueError(
-                f"`sequences` lists {feature!r} for {axis + 1} sequences, but its "
-                f"shape is {list(arrays[feature].shape)}, without an axis for "
-                f"{sequence!r}. List it once for each of its axes."
+                f"`sequences` lists {name!r}, but the features have the shapes "
+                f"{shapes}. List features of the shape [n, ...], with a leading axis "
+                "for each sequence that lists them."
             )
-    sequence_names(arrays, list(features))
+        entries = arrays[name].flat if arrays[name].dtype.hasobject else ()
+        if any(isinstance(x, Mapping | list | tuple | np.ndarray) for x in entries):
+            raise ValueError(
+                f"Feature {name!r} is a list of dicts or lists, so its length is not "
+                "that of its tokens. Flatten it, choose the features that have the "
+                "length by `sequences=[...]`, or pass a `length_fn`."
+            )
 
 
 def sequence_lengths(
@@ -198,8 +203,7 @@ def sequence_lengths(
         for axis, name in enumerate(names):
             size = arrays[feature].shape[axis]
             if not size or lengths.setdefault(name, size) != size:
-                # This raises an error with the lengths of all features.
-                common_size(_sizes(arrays, axes, name), row)
+                _common_size(_sizes(arrays, axes, name), row)
     return lengths
 
 
@@ -212,6 +216,29 @@ def _sizes(
         for feature, names in axes.items()
         if sequence in names
     }
+
+
+def _common_size(sizes: Mapping[str, int], row: int | None = None) -> int:
+    """Returns the only value of `sizes`, or raises a ValueError that lists them."""
+    size, *others = set(sizes.values())
+    if others or not size:
+        where = "The example" if row is None else f"Row {row}"
+        raise ValueError(
+            f"{where} has sequences of the lengths {dict(sizes)}. Remove it if it is "
+            "empty, for example with `jb.data.select`; else name the features that "
+            "share a length in `sequences`."
+        )
+    return size
+
+
+def example_length(example: Example, sequences: Sequence[str] | None = None) -> int:
+    """Returns the common length of an example's sequence features.
+
+    Raises:
+      ValueError: as `example_lengths`.
+    """
+    (length,) = example_lengths(example, sequences, None).values()
+    return length
 
 
 def example_lengths(
@@ -274,5 +301,5 @@ def _sequence_length(
 ) -> int:
     arrays = as_arrays(example)
     features = features_by_sequence(sequences, sequences, arrays)[name]
-    _check_axes(arrays, name, features)
-    return common_size({x: arrays[x].shape[axis] for x, axis in features.items()})
+    _check_axes(arrays, features)
+    return _common_size({x: arrays[x].shape[axis] for x, axis in features.items()})

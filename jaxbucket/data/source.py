@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxbucket.base.digest import digest
+from jaxbucket.base.notes import Noting
 
 # Number of examples whose contents represent the whole source.
 _SAMPLES = 16
@@ -26,8 +27,8 @@ class Source(Protocol):
 def contents(source: Source) -> str:
     """Returns a digest of a fixed sample of examples and the source's fingerprint."""
     indices = np.unique(np.linspace(0, len(source) - 1, _SAMPLES).astype(int))
-    examples = (read_example(source, int(index)) for index in indices)
-    return digest(fingerprints([source]).encode(), *map(_to_bytes, examples))
+    examples = (_to_bytes(source, int(index)) for index in indices)
+    return digest(fingerprints([source]).encode(), *examples)
 
 
 def fingerprints(sources: Sequence[Source]) -> str:
@@ -47,25 +48,10 @@ def check_index(source: Source, index: int) -> int:
     return index
 
 
-def read_example(source: Source, index: int, purpose: str = "") -> Any:
-    """Returns `source[index]`.
-
-    Raises:
-      ValueError: if reading raises; the message names the index and the purpose.
-    """
-    try:
-        return source[index]
-    except Exception as error:
-        raise ValueError(
-            f"`source[{index}]`{purpose} cannot be read: {type(error).__name__}: "
-            f"{error}"
-        ) from error
-
-
-def raise_length_changed(
-    index: int, length: int, measured: int, which: str = ""
-) -> NoReturn:
-    """Raises a ValueError for an example whose length differs from the measured one."""
+def check_length(index: int, length: int, measured: int, which: str = "") -> None:
+    """Raises a ValueError if an example no longer has the length that was measured."""
+    if length == measured:
+        return
     raise ValueError(
         f"`source[{index}]`{which} has length {length}, but `lengths[{index}]="
         f"{measured}`. The data changed since it was measured, or the lengths belong "
@@ -82,13 +68,13 @@ def check_measured(lengths: np.ndarray, measured: np.ndarray) -> None:
       lengths: `[N]` integers, the lengths that the source declares.
       measured: `[N]` integers, the lengths that were measured.
     """
-    changed = np.flatnonzero(lengths != measured)
-    if len(changed):
-        index = int(changed[0])
-        raise_length_changed(index, int(lengths[index]), int(measured[index]))
+    for index in np.flatnonzero(lengths != measured)[:1].tolist():
+        check_length(index, int(lengths[index]), int(measured[index]))
 
 
-def _to_bytes(example: Any) -> bytes:
+def _to_bytes(source: Source, index: int) -> bytes:
+    with Noting(f"This is `source[{index}]`."):
+        example = source[index]
     if not isinstance(example, Mapping):
         example = {"": example}
     parts = []

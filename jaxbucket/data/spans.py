@@ -11,21 +11,24 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive, check_seed
 from jaxbucket.base.digest import digest
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.data.example import (
     as_arrays,
-    common_length,
     listed_names,
     matching_arrays,
-    sequence_names,
+)
+from jaxbucket.data.sequence_axes import (
+    SequenceAxes,
+    sequence_axes,
+    sequence_lengths,
 )
 from jaxbucket.data.source import (
     Source,
     check_index,
+    check_length,
     check_measured,
     contents,
-    raise_length_changed,
-    read_example,
 )
 from jaxbucket.data.token_source import TokenSource, TokenView
 from jaxbucket.packing.rows import Packing
@@ -89,39 +92,24 @@ class SpanSource:
             start = int(self._starts[index])
             span = slice(start, start + int(self.lengths[index]))
             return {x: y[span] if x in names else y for x, y in arrays.items()}
-        axes = {name: names[:1] for name in names}
         parts = [arrays]
         for number in range(first + 1, first + int(self._counts[index])):
-            others, _ = self._read(number)
-            try:
+            others, axes = self._read(number)
+            with Noting(f"This is `source[{number}]`, joined with `source[{first}]`."):
                 parts.append(matching_arrays(others, arrays, axes, number))
-            except ValueError as error:
-                raise ValueError(
-                    f"`source[{number}]` cannot be joined with `source[{first}]`: "
-                    f"{error}"
-                ) from None
         return {name: np.concatenate([x[name] for x in parts]) for name in names}
 
-    def _read(self, index: int) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Returns an entire example as arrays, and the names of its sequences."""
-        joined = self._counts is not None
-        done = "joined" if joined else "split"
-        which = f", before it was {done},"
-        example = read_example(self._source, index, which)
-        try:
-            arrays = as_arrays(example)
-            names = sequence_names(arrays, self.sequences)
-            length = common_length(arrays, names)
-        except ValueError as error:
-            raise ValueError(
-                f"`source[{index}]`{which} cannot be {done}: {error}"
-            ) from error
-        measured = int(self._known[index])
-        if length != measured:
-            raise_length_changed(index, length, measured, which)
-        if joined:
-            _check_only_sequences(sorted(arrays.keys() - set(names)))
-        return arrays, names
+    def _read(self, index: int) -> tuple[dict[str, np.ndarray], SequenceAxes]:
+        """Returns an entire example as arrays, and which are its sequences."""
+        done = "split" if self._counts is None else "joined"
+        with Noting(f"This is `source[{index}]`, before it was {done}."):
+            arrays = as_arrays(self._source[index])
+            axes = sequence_axes(arrays, self.sequences)
+            (length,) = sequence_lengths(arrays, axes).values()
+            check_length(index, length, int(self._known[index]))
+            if self._counts is not None:
+                _check_only_sequences(sorted(arrays.keys() - axes.keys()))
+        return arrays, axes
 
     @functools.cached_property
     def fingerprint(self) -> str:

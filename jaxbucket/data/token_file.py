@@ -12,9 +12,6 @@ import os
 import pathlib
 from typing import Any
 
-import numpy as np
-
-from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.digest import file_digest
 from jaxbucket.data.token_index import (
     OFFSETS,
@@ -31,6 +28,7 @@ class TokenFile(TokenSource):
 
     Example:
       >>> import tempfile
+      >>> import numpy as np
       >>> from jaxbucket.data.token_writer import write_token_file
       >>> path = tempfile.mkdtemp() + "/corpus"
       >>> examples = [{"tokens": np.arange(n, dtype=np.uint16)} for n in (2, 3)]
@@ -71,7 +69,6 @@ class TokenFile(TokenSource):
         self.num_tokens = int(offsets[-1])
         self.files = (self,)
         self.sequences = tuple(self._index["sequences"])
-        self.fingerprint = index_fingerprint(self._index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers map the files again: a pickled memory map would contain all the data.
@@ -81,18 +78,9 @@ class TokenFile(TokenSource):
         return f"TokenFile({str(self.path)!r}, {len(self)} examples)"
 
     @functools.cached_property
-    def lengths(self) -> np.ndarray:
-        """The length of every example, `[N]` int32, read-only."""
-        lengths = self._ends - self._starts
-        if lengths.min() < 1 or lengths.max() > MAX_LENGTH:
-            raise ValueError(
-                f"{array_path(self.path, OFFSETS)} has examples of {lengths.min()} to "
-                f"{lengths.max()} tokens, so it was changed. Write the token file "
-                "again."
-            )
-        lengths = lengths.astype(np.int32)
-        lengths.setflags(write=False)
-        return lengths
+    def fingerprint(self) -> str:
+        """32 hex digits that identify the contents."""
+        return index_fingerprint(self._index)
 
     def verify(self) -> None:
         """Reads all files and compares them with the digests in the index.

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.data.example import matching_arrays
@@ -42,18 +43,22 @@ class TokenSource:
     files: Sequence[Any]
     sequences: tuple[str, ...]
     _starts: np.ndarray
+    _ends: np.ndarray
     # None if example i is example i of the only file.
     _rows: Any = None
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         """The length of every example, `[N]` int32, read-only."""
-        raise NotImplementedError
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """32 hex digits that identify the contents."""
-        raise NotImplementedError
+        lengths = self._ends - self._starts
+        if lengths.min() < 1 or lengths.max() > MAX_LENGTH:
+            raise ValueError(
+                f"{self} has examples of {lengths.min()} to {lengths.max()} tokens, so "
+                "it was changed. Write the token file again."
+            )
+        lengths = lengths.astype(np.int32)
+        lengths.setflags(write=False)
+        return lengths
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -272,9 +277,8 @@ class TokenView(TokenSource):
         examples: np.ndarray,
     ):
         self.files, self.sequences = tuple(files), files[0].sequences
-        self.lengths, self.examples = lengths.astype(np.int32), examples
-        self._starts, self._rows = starts, rows
-        self.lengths.setflags(write=False)
+        self._starts, self._ends, self._rows = starts, starts + lengths, rows
+        self.examples = examples
 
     def __repr__(self) -> str:
         return f"TokenView({len(self)} examples of {list(self.files)})"
@@ -359,24 +363,15 @@ def _checked_rows(rows: Any, num_examples: int, bucket: Bucket) -> np.ndarray:
       ValueError: if `rows` has another shape, or an index that is not an example.
     """
     rows = np.asarray(rows)
-    if (
-        rows.dtype.kind not in "iu"
-        or rows.ndim not in (1, 2)
-        or len(rows) != bucket.batch_size
-    ):
-        raise ValueError(
-            f"`rows` is {rows.dtype}{list(rows.shape)}. Pass integers "
-            f"[{bucket.batch_size}] for {bucket}, or [{bucket.batch_size}, "
-            "max_segments] for packed rows."
-        )
-    if rows.min(initial=0) < EMPTY_ROW or rows.max(initial=0) >= num_examples:
-        raise ValueError(
-            f"`rows` has values from {rows.min()} to {rows.max()}. They must be from 0 "
-            f"to {num_examples - 1}, or -1 for an empty row."
-        )
-    if rows.ndim == 2 and np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0)):
-        raise ValueError(
-            "`rows` has an example after an empty entry of the same row. Put all -1 "
-            "entries after the last example."
-        )
-    return rows.astype(np.int64, copy=False)
+    is_valid = rows.dtype.kind in "iu" and rows.ndim in (1, 2)
+    if is_valid and len(rows) == bucket.batch_size:
+        first, last = rows.min(initial=0), rows.max(initial=0)
+        # Empty entries are the last ones of a packed row.
+        is_dense = rows.ndim == 1 or not np.any((rows[:, :-1] < 0) & (rows[:, 1:] >= 0))
+        if first >= EMPTY_ROW and last < num_examples and is_dense:
+            return rows.astype(np.int64, copy=False)
+    raise ValueError(
+        f"`rows` must be [{bucket.batch_size}] integers for {bucket}, from 0 to "
+        f"{num_examples - 1}, or -1 for an empty row; or [{bucket.batch_size}, "
+        f"max_segments] for packed rows, with -1 after the last example. It is {rows}."
+    )

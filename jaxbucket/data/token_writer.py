@@ -16,10 +16,9 @@ from jaxbucket.base.files import complete
 from jaxbucket.data.example import (
     Example,
     as_arrays,
-    common_length,
     matching_arrays,
 )
-from jaxbucket.data.sequence_axes import sequence_axes
+from jaxbucket.data.sequence_axes import sequence_axes, sequence_lengths
 from jaxbucket.data.token_file import TokenFile
 from jaxbucket.data.token_index import OFFSETS, array_path, write_index
 
@@ -91,7 +90,7 @@ def _write(
         total = 0
         for number, example in enumerate(itertools.chain([first], examples)):
             arrays = matching_arrays(example, template, axes, number)
-            length = common_length(arrays, names, number)
+            (length,) = sequence_lengths(arrays, axes, number).values()
             if length > MAX_LENGTH:
                 raise ValueError(
                     f"Row {number} has length {length}, beyond {MAX_LENGTH}. Split it."

@@ -49,17 +49,10 @@ def apply_transform(
     """Applies a transform to a copy of an example.
 
     Raises:
-      ValueError: if the transform raises or does not return a dict, or if the example
-        is not a dict.
+      ValueError: if the transform does not return a dict, or the example is not one.
     """
     # The source may reuse its arrays in the next epoch.
-    copy = copy_features(example)
-    try:
-        transformed = transform(copy, rng)
-    except Exception as error:
-        raise ValueError(
-            f"`transform` raised {type(error).__name__}: {error}"
-        ) from error
+    transformed = transform(copy_features(example), rng)
     if not isinstance(transformed, Mapping):
         kind = "None" if transformed is None else f"a {type(transformed).__name__}"
         raise ValueError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
+from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 import grain
@@ -10,7 +13,6 @@ import numpy as np
 from absl import flags
 
 from jaxbucket.base.checks import check_integer
-from jaxbucket.data.pool import exit_with_parent
 
 _T = TypeVar("_T")
 _WORKER_DIED = "terminated unexpectedly"
@@ -94,17 +96,25 @@ def _load(
         raise RuntimeError(
             f"A worker process died before element {number}: for lack of memory, or "
             "because the main script, which workers import, has no "
-            '`if __name__ == "__main__":` guard. The elements before it are valid: '
-            f"continue with `start_step` increased by {number}, or resume from the "
-            "last checkpoint."
+            '`if __name__ == "__main__":` guard. Use fewer workers, or put the code '
+            f"that the script runs under the guard. The {number} elements before it "
+            "are valid."
         ) from error
     finally:
         iterator.close()
 
 
 def _init_worker(index: int, count: int) -> None:
+    """Makes this worker exit when its parent process exits, even if it is busy."""
     del index, count
-    exit_with_parent()
+    threading.Thread(target=_exit_after_parent, daemon=True).start()
+
+
+def _exit_after_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _copy(element: Any) -> Any:

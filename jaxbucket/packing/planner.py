@@ -16,16 +16,15 @@ from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.packing.row_choice import (
     RowChoice,
+    Shape,
     log_variance,
     mixed_cost,
     separation,
 )
-from jaxbucket.packing.row_search import LengthSearch, RowSearch
+from jaxbucket.packing.row_search import RowSearch
 from jaxbucket.packing.rows import check_cap, check_longest, check_seq_lens
 from jaxbucket.packing.sequences import MAX_CAPACITY
-from jaxbucket.packing.shape_search import ShapeSearch
 from jaxbucket.plan.costs import CostFn, TokenCost
-from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.reports.epoch import changed_examples, report
@@ -114,7 +113,7 @@ def plan_packing(
     """
     check_choice("pack", pack, PACK_CHOICES)
     num_buckets = check_positive("num_buckets", num_buckets)
-    cap = check_cap(max_segments_per_row)
+    check_cap(max_segments_per_row)
     if isinstance(max_tokens, Sequence):
         raise ValueError(
             f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
@@ -131,12 +130,9 @@ def plan_packing(
     )
     kept = _kept(lengths, limits)
 
-    def search_within(limits: Limits) -> RowSearch[Any]:
-        if limits.sequences:
-            return ShapeSearch(kept, limits, max_segments_per_row, block_sparse)
-        values, counts = value_counts(kept)
-        longest = int(kept.max())
-        return LengthSearch(values, counts, longest, limits, cap, block_sparse)
+    def search_within(limits: Limits) -> RowSearch:
+        columns = kept if limits.sequences else kept[:, None]
+        return RowSearch(columns, limits, max_segments_per_row, block_sparse)
 
     rows = dataclasses.replace(limits, overlong="error")
     search = search_within(rows)
@@ -150,7 +146,7 @@ def plan_packing(
     cause = f"`pack={pack!r}`"
     if pack == "auto":
         is_packed, cause = _cheaper(packed, padded.report.epoch_cost, apart)
-    chosen = _packed_plan(packed, max_segments_per_row) if is_packed else padded
+    chosen = _packed_plan(packed) if is_packed else padded
     plan = dataclasses.replace(chosen.plan, overlong=limits.overlong)
     return dataclasses.replace(
         chosen,
@@ -181,28 +177,28 @@ def _kept(lengths: Any, limits: Limits) -> np.ndarray:
     return kept
 
 
-def _longer(limits: Limits, last: Any, choice: RowChoice) -> Limits | None:
+def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:
     """Returns limits with longer rows, as the budget allows, if these may save enough.
 
     Args:
       limits: the limits of all rows.
-      last: the T of the longest row, or the tuple of its T.
+      last: the T of the longest row.
       choice: the packed rows that are no longer than this.
     """
     if limits.max_seq_len is not None or choice.padding <= _MIN_SAVING:
         return None
-    longest = np.array([last])
-    for factor in range(min(_MAX_FACTOR, MAX_CAPACITY // int(longest.max())), 1, -1):
-        if limits.batch_sizes(factor * longest)[0] > 0:
-            last = _named(limits, factor * longest[0])
-            return dataclasses.replace(limits, max_seq_len=last)
+    for factor in range(min(_MAX_FACTOR, MAX_CAPACITY // max(last)), 1, -1):
+        longest = np.array([last]) * factor
+        if limits.batch_sizes(longest if limits.sequences else longest[0])[0] > 0:
+            seq_lens = _named(limits, longest[0])
+            return dataclasses.replace(limits, max_seq_len=seq_lens)
     return None
 
 
-def _named(limits: Limits, seq_lens: Any) -> int | dict[str, int]:
-    """Returns the T of a shape as an integer, or by the name of the sequence."""
+def _named(limits: Limits, seq_lens: np.ndarray) -> int | dict[str, int]:
+    """Returns the `[Q]` T of a shape as an integer, or by the name of the sequence."""
     if not limits.sequences:
-        return int(seq_lens)
+        return int(seq_lens[0])
     return dict(zip(limits.sequences, seq_lens.tolist(), strict=True))
 
 
@@ -253,9 +249,10 @@ def _cheaper(
     return True, f"packed rows {cost} and mix more lengths"
 
 
-def _packed_plan(choice: RowChoice, max_segments_per_row: int | None) -> PackedPlan:
+def _packed_plan(choice: RowChoice) -> PackedPlan:
     """Returns the result for packed rows."""
-    packing = choice.packing(max_segments_per_row)
+    packing = choice.packing
+    assert packing is not None
     epoch = report(choice.plan, packing.row_lengths)
     segments = choice.segments / np.maximum(choice.rows, 1)
     return PackedPlan(

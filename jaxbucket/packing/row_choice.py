@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -20,38 +19,42 @@ _MIN_COST_SHARE = 1e-3
 _MIXING = 0.01
 # Lengths count as alike if their logarithms vary by much less than this.
 _SIMILAR = math.log(1.25) ** 2
+# `[Q]`, the T of each sequence.
+Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class RowChoice(abc.ABC):
-    """The packed rows for one choice of T.
+class RowChoice:
+    """The packed rows for one choice of shapes.
 
     Attributes:
-      shapes: the chosen T, increasing; with several sequences, a tuple for each shape.
+      shapes: the shapes, in the order of a plan.
       plan: the buckets, with the cost of a step of each.
       rows: `[K]` int64, the number of rows of each T.
       segments: `[K]` numbers, the number of examples in the rows of each T.
       padding: the share of padding in the rows.
       separation: the share of the variance of lengths that is between batches.
       cost: the cost of an epoch, remainders included.
+      longest: `[K, Q]` integers, the fullest row of each shape in each sequence.
+      is_used: `[K]` bool, whether a shape has batches, or is the last one.
+      packing: the rows with slots for all examples; None for a sample.
     """
 
-    shapes: tuple[Any, ...]
+    shapes: tuple[Shape, ...]
     plan: BucketPlan
     rows: np.ndarray
     segments: np.ndarray
     padding: float
     separation: float
     cost: float
+    longest: np.ndarray
+    is_used: np.ndarray
+    packing: Packing | None = None
 
     @property
     def rank(self) -> tuple[float, int]:
         """The sort key of a choice: its cost as `mixed_cost`, and its shapes."""
         return mixed_cost(self.cost, self.separation), len(self.plan)
-
-    @abc.abstractmethod
-    def packing(self, max_segments_per_row: int | None) -> Packing:
-        """Returns the rows, with slots for all examples."""
 
 
 def mixed_cost(cost: float, separation: float) -> float:

@@ -1,128 +1,321 @@
-"""Searches for the T of packed rows by packing each choice and costing its epoch.
+"""Searches for the shapes of packed rows by packing each choice and costing its epoch.
 
-The search adds one T at a time, and then moves each of them in ever smaller steps.
+The search adds one shape at a time, and then moves each of them in ever smaller steps.
+Of many kinds of examples it packs representatives, and then all examples for the most
+promising choices.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.sizes import Sizes
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.pattern import Pattern
 from jaxbucket.packing.row_choice import (
     RowChoice,
+    Shape,
     log_variance,
     separation,
     sparse_cost,
 )
-from jaxbucket.packing.rows import Packing, from_patterns
-from jaxbucket.packing.subset_sum import fuller_patterns
-from jaxbucket.plan.flow.remainder import flow_remainders
-from jaxbucket.plan.histogram import grouped
+from jaxbucket.packing.rows import check_cap, pack_columns
+from jaxbucket.packing.sequences import count_kinds
+from jaxbucket.packing.vector_best_fit import fit_sequences
+from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
+from jaxbucket.plan.joint_planner import with_batch_sizes
 from jaxbucket.plan.limits import Limits
 
 # The ratio between neighboring T of the first grid. Refinements use smaller ratios.
-RATIO = math.sqrt(2)
+_RATIO = math.sqrt(2)
 _REFINEMENTS = 3
-# With more distinct lengths than this, the search merges them into groups. The most
-# promising choices are then packed with all lengths, up to a total number of lengths
-# that takes about a second.
-_MAX_LENGTHS, _NUM_GROUPS, _MAX_LENGTHS_PACKED = 1024, 512, 100_000
+# With more kinds of examples, the search packs so many representatives. The most
+# promising choices are then packed with all examples, up to a total number of kinds.
+_MAX_KINDS, _NUM_REPRESENTATIVES = 1024, 512
+_MAX_PROMISING, _MAX_PACKED = 8, 100_000
+_SEED = 0x5A3
+# How often rows are assigned to buckets to compute the costs of steps from them.
+_COST_ROUNDS = 4
 
-Choice = TypeVar("Choice", bound=RowChoice)
-Key: TypeAlias = Callable[[RowChoice], Any]
-BY_RANK: Key = operator.attrgetter("rank")
-_BY_COST: Key = operator.attrgetter("cost")
+_by_rank = operator.attrgetter("rank")
 
 
-class RowSearch(abc.ABC, Generic[Choice]):
-    """A search for the shapes of rows, of one length or of several sequences.
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Groups of equal rows.
+
+    Attributes:
+      lengths: `[P, Q]` integers, the tokens of each sequence in a row.
+      numbers: `[P]` integers, the number of such rows.
+      segments: `[P]` integers, the number of examples in a row.
+      pairs: `[P]` integers, the number of pairs of tokens of the same example.
+      logs: `[P]`, the sum over tokens of the logarithm of the length of their example.
+    """
+
+    lengths: np.ndarray
+    numbers: np.ndarray
+    segments: np.ndarray
+    pairs: np.ndarray
+    logs: np.ndarray
+
+    @classmethod
+    def of_slots(
+        cls, slots: np.ndarray, starts: np.ndarray, numbers: np.ndarray
+    ) -> _Rows:
+        """Returns rows from the lengths in their slots, `[S, Q]`, one after another."""
+        totals = slots.sum(axis=1, dtype=np.int64)
+        return cls(
+            np.add.reduceat(slots, starts, axis=0, dtype=np.int64),
+            numbers,
+            np.diff(starts, append=len(slots)),
+            np.add.reduceat(totals * totals, starts),
+            np.add.reduceat(totals * np.log(totals), starts),
+        )
+
+
+class RowSearch:
+    """A search for the shapes of packed rows, `[Q]` T each.
 
     Args:
-      limits: the limits and costs of rows.
+      lengths: `[N, Q]` integers, a row for each example.
+      limits: the limits and the costs of packed rows.
+      max_segments_per_row: the maximum number of examples in a row; None for no limit.
       block_sparse: whether attention takes time within examples only.
 
     Attributes:
-      last: the T of the longest row, or the tuple of its T.
-      tried: the choices that were packed so far, by their shapes.
+      last: the T of the longest row.
     """
 
-    last: Any
-
-    def __init__(self, limits: Limits, block_sparse: bool):
-        self.limits = limits
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        limits: Limits,
+        max_segments_per_row: int | None,
+        block_sparse: bool,
+    ):
+        self._lengths, self._limits = lengths, limits
+        self._max_segments = max_segments_per_row
         # Tokens have no quadratic part.
-        self.block_sparse = block_sparse and limits.cost_fn is not None
-        self.tried: dict[tuple[Any, ...], Choice] = {}
+        self._block_sparse = block_sparse and limits.cost_fn is not None
+        self.last: Shape = tuple(limits.max_seq_lens(lengths).tolist())
+        self._least = limits.rounded(lengths.max(axis=0))
+        self._kinds, self._counts = count_kinds(lengths, self.last)
+        self._variance = log_variance(self._kinds.sum(axis=1), self._counts)
+        self._few = self._kinds, self._counts
+        if len(self._kinds) > _MAX_KINDS:
+            self._few = representatives(*self._few, _NUM_REPRESENTATIVES)
+        # The choices that were packed so far, by their shapes.
+        self._tried: dict[tuple[Shape, ...], RowChoice] = {}
 
-    @abc.abstractmethod
-    def search(self, num_buckets: int) -> Choice:
+    def search(self, num_buckets: int) -> RowChoice:
         """Returns the cheapest choice found, with at most `num_buckets` shapes."""
+        self._descend(num_buckets, self._grid())
+        promising = sorted(self._tried.values(), key=_by_rank)
+        best, every = promising[0], (self._kinds, self._counts)
+        if self._few[0] is not self._kinds:
+            number = min(_MAX_PROMISING, _MAX_PACKED // len(self._kinds))
+            shapes = [x.shapes for x in promising[: max(1, number)]]
+            choices = (self._choice(x, self._fitted(x, *every)) for x in shapes)
+            best = min(choices, key=_by_rank)
+        tight = self._sorted(self._tightened(best))
+        if self._is_valid(tight):
+            tightened = self._choice(tight, self._fitted(tight, *every))
+            best = min(tightened, best, key=_by_rank)
+        return self.of_all(best.shapes)
 
-    @abc.abstractmethod
-    def single(self) -> Choice:
+    def single(self) -> RowChoice:
         """Returns the rows of the longest T."""
+        return self.of_all((self.last,))
 
-    @abc.abstractmethod
-    def _packed(self, shapes: tuple[Any, ...]) -> Choice:
-        """Returns the rows for a choice of shapes, whose last one holds all."""
-
-    @abc.abstractmethod
-    def _sorted(self, shapes: Iterable[Any]) -> tuple[Any, ...]:
-        """Returns distinct shapes in the order of a plan."""
-
-    @abc.abstractmethod
-    def _moved(self, shape: Any, ratio: float) -> list[Any]:
-        """Returns the neighbors of a shape, longer or shorter by a ratio."""
-
-    @abc.abstractmethod
-    def _rounded(self, sizes: Any) -> Any:
-        """Returns the nearest possible shape."""
-
-    @abc.abstractmethod
-    def _is_valid(self, shapes: tuple[Any, ...]) -> bool:
-        """Returns whether the last shape holds all examples, and each fits a batch."""
-
-    def _descend(
-        self, num_buckets: int, grid: Sequence[Any], key: Key = BY_RANK
-    ) -> Choice:
-        """Adds one shape at a time, and then moves each of them.
+    def of_all(self, shapes: Iterable[Sequence[int]]) -> RowChoice:
+        """Returns the rows of all examples for a choice of shapes.
 
         Args:
-          num_buckets: the largest number of shapes.
-          grid: the shapes to add.
-          key: the sort key of choices.
+          shapes: the T of each sequence in each shape; one of them is the longest in
+            every sequence.
         """
-        best = self._cheapest([(x,) for x in grid], self._packed((self.last,)), key)
+        shapes = self._sorted(shapes)
+        choices = (self._of_all(shapes, fuller=fuller) for fuller in (False, True))
+        return min(choices, key=_by_rank)
+
+    def _of_all(self, shapes: tuple[Shape, ...], *, fuller: bool) -> RowChoice:
+        """Returns the rows of all examples, perhaps by the second packer."""
+        names = self._limits.sequences
+        packing = pack_columns(
+            self._lengths,
+            [
+                Sizes(dict(zip(names, x, strict=True))) if names else x[0]
+                for x in shapes
+            ],
+            self._max_segments,
+            fuller=fuller,
+        )
+        slots = packing.slot_parts
+        if slots is None:
+            slots = packing.slot_lengths[:, None]
+        ones = np.ones(packing.num_rows, np.int64)
+        rows = _Rows.of_slots(slots, packing.row_splits[:-1], ones)
+        choice = self._choice(shapes, rows)
+        if not choice.is_used.all():
+            # A shape without batches would only cost a compilation.
+            kept = tuple(itertools.compress(packing.seq_lens, choice.is_used))
+            packing = dataclasses.replace(packing, seq_lens=kept)
+            used = tuple(itertools.compress(shapes, choice.is_used))
+            choice = self._choice(used, rows)
+        return dataclasses.replace(choice, packing=packing)
+
+    def _descend(self, num_buckets: int, grid: Sequence[Shape]) -> RowChoice:
+        """Adds shapes of a grid one at a time, and then moves each of them."""
+        best = self._cheapest([(x,) for x in grid], self._packed((self.last,)))
         for _ in range(num_buckets - 1):
-            cheapest = self._cheapest([(*best.shapes, x) for x in grid], best, key)
+            cheapest = self._cheapest([(*best.shapes, x) for x in grid], best)
             if cheapest is best:
                 break
             best = cheapest
         for turn in range(_REFINEMENTS):
             for shape in best.shapes:
                 others = [x for x in best.shapes if x != shape]
-                moved = self._moved(shape, RATIO ** (0.5**turn))
+                moved = self._moved(shape, _RATIO ** (0.5**turn))
                 nearby = [others, *([*others, x] for x in moved)]
-                best = self._cheapest(nearby, best, key)
+                best = self._cheapest(nearby, best)
         return best
 
     def _cheapest(
-        self, candidates: Iterable[Iterable[Any]], best: Choice, key: Key = BY_RANK
-    ) -> Choice:
+        self, candidates: Iterable[Iterable[Shape]], best: RowChoice
+    ) -> RowChoice:
         """Returns the cheapest choice among valid candidates and the best so far."""
         shapes = [x for x in map(self._sorted, candidates) if x and self._is_valid(x)]
-        choices = (self._packed(x) for x in shapes)
-        return min([best, *choices], key=key)
+        return min([best, *map(self._packed, shapes)], key=_by_rank)
+
+    def _packed(self, shapes: tuple[Shape, ...]) -> RowChoice:
+        """Returns the rows of the sample for a choice of shapes."""
+        if shapes not in self._tried:
+            self._tried[shapes] = self._choice(shapes, self._fitted(shapes, *self._few))
+        return self._tried[shapes]
+
+    def _fitted(
+        self, shapes: tuple[Shape, ...], kinds: np.ndarray, counts: np.ndarray
+    ) -> _Rows:
+        """Returns the rows of best fit decreasing, of `[V, Q]` kinds."""
+        cap = check_cap(self._max_segments)
+        if self._limits.sequences:
+            patterns = fit_sequences(kinds, counts, np.array(shapes, np.int64), cap)
+            slots = kinds[np.concatenate([pattern.slots for pattern in patterns])]
+        else:
+            patterns = best_fit(kinds[:, 0], counts, [t for (t,) in shapes], cap)
+            slots = np.concatenate([pattern.slots for pattern in patterns])[:, None]
+        sizes = np.array([len(pattern.slots) for pattern in patterns])
+        numbers = np.array([pattern.rows for pattern in patterns])
+        return _Rows.of_slots(slots, np.cumsum(sizes) - sizes, numbers)
+
+    def _grid(self) -> list[Shape]:
+        """Returns shapes in proportion to the longest T, or to the mean lengths."""
+        last, shortest = np.array(self.last), self._kinds.min(axis=0)
+        mean = self._counts @ self._kinds / len(self._lengths)
+        shapes = set()
+        for direction in (last, mean * (last / mean).min()):
+            steps = int(math.log((direction / shortest).max(), _RATIO)) + 1
+            sizes = [direction / _RATIO**i for i in range(steps)]
+            shapes.update(map(self._rounded, sizes))
+            # These hold every example.
+            shapes.update(self._rounded(np.maximum(x, self._least)) for x in sizes)
+        return sorted(shapes)
+
+    def _sorted(self, shapes: Iterable[Sequence[int]]) -> tuple[Shape, ...]:
+        """Returns distinct shapes in the order of a plan."""
+        distinct = {*map(tuple, shapes)}
+        return tuple(sorted(distinct, key=lambda shape: (sum(shape), shape)))
+
+    def _moved(self, shape: Shape, ratio: float) -> list[Shape]:
+        """Returns shapes with one T, or all, longer or shorter by a ratio."""
+        size = len(shape)
+        chosen = {(True,) * size, *map(tuple, np.eye(size, dtype=bool).tolist())}
+        return [
+            self._rounded(np.where(which, np.array(shape) * factor, shape))
+            for which in sorted(chosen, reverse=True)
+            for factor in (ratio, 1 / ratio)
+        ]
+
+    def _tightened(self, choice: RowChoice) -> list[Shape]:
+        """Returns the shapes of a choice, reduced to their fullest rows."""
+        tight = self._limits.rounded(choice.longest[choice.rows > 0])
+        tight[-1] = np.maximum(tight[-1], tight.max(axis=0))
+        return [tuple(shape) for shape in tight.tolist()]
+
+    def _is_valid(self, shapes: tuple[Shape, ...]) -> bool:
+        """Returns whether the last shape holds all examples, and each fits a batch."""
+        array = np.array(shapes, np.int64)
+        is_longest = array[-1] >= np.maximum(array.max(axis=0), self._least)
+        is_increasing = np.diff(array.sum(axis=1)) > 0
+        fits = self._limits.batch_sizes(self._seq_lens(array)) > 0
+        return bool(is_longest.all() and is_increasing.all() and fits.all())
+
+    def _rounded(self, sizes: np.ndarray) -> Shape:
+        """Returns the nearest possible shape."""
+        multiples = self._limits.multiples
+        rounded = np.maximum(np.rint(sizes / multiples), 1).astype(np.int64) * multiples
+        return tuple(np.minimum(rounded, self.last).tolist())
+
+    def _seq_lens(self, array: np.ndarray) -> np.ndarray:
+        """Returns `[n, Q]` T or lengths as plans take them, `[n]` for one length."""
+        return array if self._limits.sequences else array[:, 0]
+
+    def _choice(self, shapes: tuple[Shape, ...], rows: _Rows) -> RowChoice:
+        """Returns the choice for given rows, with the cost of an epoch."""
+        size, lengths = len(shapes), self._seq_lens(rows.lengths)
+
+        def counts(plan: BucketPlan, each: Any = 1) -> np.ndarray:
+            each = rows.numbers * each
+            return np.bincount(plan.assign(lengths), each, size).astype(np.int64)
+
+        plan = with_batch_sizes(self._limits, self._seq_lens(np.array(shapes)), counts)
+        if self._block_sparse:
+            plan = self._sparse(plan, rows)
+        index, numbers = plan.assign(lengths), counts(plan)
+        flow = epoch_flow(plan, numbers, "cheapest")
+        totals = rows.lengths.sum(axis=1)
+        longest = np.zeros_like(plan.seq_lens)
+        np.maximum.at(longest, index, rows.lengths)
+        positions = int(rows.numbers @ plan.tokens_per_row[index])
+        return RowChoice(
+            shapes=shapes,
+            plan=plan,
+            rows=numbers,
+            segments=counts(plan, rows.segments),
+            padding=1 - float(rows.numbers @ totals) / positions,
+            separation=separation(
+                *(index, rows.logs / totals, rows.numbers * totals),
+                *(plan.batch_sizes, self._variance),
+            ),
+            cost=float(epoch_cost(flow.batches, plan.costs)),
+            longest=longest,
+            is_used=(flow.batches > 0) | (np.arange(size) == size - 1),
+        )
+
+    def _sparse(self, plan: BucketPlan, rows: _Rows) -> BucketPlan:
+        """Returns the plan with the costs of steps that attend within examples only.
+
+        Rows may move to other buckets because of these costs, which changes the costs.
+        """
+        index = None
+        for _ in range(_COST_ROUNDS):
+            before, index = index, plan.assign(self._seq_lens(rows.lengths))
+            if before is not None and np.array_equal(index, before):
+                break
+            numbers, pairs = (
+                np.bincount(index, x, len(plan))
+                for x in (rows.numbers, rows.numbers * rows.pairs)
+            )
+            costs = self._sparse_costs(plan, pairs, numbers)
+            plan = dataclasses.replace(plan, step_costs=costs)
+        return plan
 
     def _sparse_costs(
         self, plan: BucketPlan, pairs: np.ndarray, rows: np.ndarray
@@ -136,170 +329,36 @@ class RowSearch(abc.ABC, Generic[Choice]):
         """
         share = pairs / np.maximum(rows, 1) / np.square(plan.tokens_per_row)
         share[rows == 0] = 1
-        seq_lens = plan.seq_lens if plan.sequences else plan.boundaries
         costs = []
-        columns = zip(plan.batch_sizes, seq_lens, share.tolist(), strict=True)
+        columns = zip(plan.batch_sizes, plan.seq_lens, share.tolist(), strict=True)
         for batch_size, seq_len, attended in columns:
             scaled = np.array([self._rounded(seq_len / n) for n in (1, 2, 4)])
-            dense = self.limits.costs(np.full(3, batch_size), scaled).tolist()
-            totals = scaled.reshape(3, -1).sum(axis=1).tolist()
-            costs.append(sparse_cost(totals, dense, attended))
+            sizes = np.full(3, batch_size)
+            dense = self._limits.costs(sizes, self._seq_lens(scaled)).tolist()
+            costs.append(sparse_cost(scaled.sum(axis=1).tolist(), dense, attended))
         return tuple(costs)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class PatternChoice(RowChoice):
-    """The packed rows of examples with one length.
+def representatives(
+    kinds: np.ndarray, counts: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most `most` kinds, each for examples with about as many tokens.
 
-    Attributes:
-      patterns: the rows.
-    """
-
-    patterns: list[Pattern]
-
-    def packing(self, max_segments_per_row: int | None) -> Packing:
-        return from_patterns(self.patterns, self.shapes, max_segments_per_row)
-
-
-class LengthSearch(RowSearch[PatternChoice]):
-    """A search for the T of rows of examples with one length.
+    Consecutive kinds are represented by a random one of them, and its count is the
+    number of their examples.
 
     Args:
-      values: `[V]` distinct lengths, increasing.
-      counts: `[V]` integers, the number of examples of each length.
-      longest: the longest length.
-      limits: the limits and costs of rows.
-      cap: the maximum number of slots in a row.
-      block_sparse: whether attention takes time within examples only.
+      kinds: `[V, Q]` sorted lengths of the sequences of each kind.
+      counts: `[V]` integers, the number of examples of each kind.
+      most: the largest number of kinds to return.
+
+    Returns:
+      `[n, Q]` kinds and `[n]` counts.
     """
-
-    def __init__(
-        self,
-        values: np.ndarray,
-        counts: np.ndarray,
-        longest: int,
-        limits: Limits,
-        cap: int,
-        block_sparse: bool,
-    ):
-        super().__init__(limits, block_sparse)
-        self._values, self._counts, self._longest = values, counts, longest
-        self._cap = cap
-        self.last = limits.longest(np.array([longest]))
-        self._variance = log_variance(values, counts)
-
-    def search(self, num_buckets: int) -> PatternChoice:
-        return self._fuller(self._searched(num_buckets))
-
-    def single(self) -> PatternChoice:
-        return self._fuller(self._packed((self.last,)))
-
-    def _searched(self, num_buckets: int) -> PatternChoice:
-        """Returns the cheapest choice found.
-
-        If there are very many distinct lengths, the search first merges neighbors, and
-        then packs all lengths for the most promising choices.
-        """
-        size = len(self._values)
-        if size <= _MAX_LENGTHS:
-            # The shortest T of the grid fits few examples and may mislead the greedy
-            # search, so try without it as well.
-            grids = [self._grid(extra_steps) for extra_steps in (0, 1)]
-            # The search is greedy, so it may end at better rows by the plain cost.
-            choices = [
-                self._descend(num_buckets, grid, key)
-                for key in (_BY_COST, BY_RANK)
-                for grid in grids
-            ]
-        else:
-            values, counts = grouped(self._values, self._counts, _NUM_GROUPS)
-            parts = (self._longest, self.limits, self._cap, self.block_sparse)
-            coarse = LengthSearch(values, counts, *parts)
-            coarse._searched(num_buckets)
-            promising = sorted(coarse.tried.values(), key=BY_RANK)
-            number = max(1, _MAX_LENGTHS_PACKED // size)
-            choices = [self._packed(x.shapes) for x in promising[:number]]
-            choices.insert(0, self._packed((self.last,)))
-        best = min(choices, key=BY_RANK)
-        return self._cheapest([self._tightened(best)], best)
-
-    def _fuller(self, choice: PatternChoice) -> PatternChoice:
-        """Returns the same choice of T with rows of the second packer if cheaper."""
-        arguments = self._values, self._counts, choice.shapes, self._cap
-        patterns = fuller_patterns(choice.patterns, *arguments)
-        fuller = self._choice(choice.shapes, patterns)
-        best = min([choice, fuller], key=BY_RANK)
-        # A T without rows would only cost a compilation.
-        used = tuple(itertools.compress(best.shapes, best.rows))
-        return best if used == best.shapes else self._choice(used, best.patterns)
-
-    def _packed(self, shapes: tuple[int, ...]) -> PatternChoice:
-        if shapes not in self.tried:
-            patterns = best_fit(self._values, self._counts, shapes, self._cap)
-            self.tried[shapes] = self._choice(shapes, patterns)
-        return self.tried[shapes]
-
-    def _grid(self, extra_steps: int) -> list[int]:
-        """Returns a geometric grid of T, from the longest to the shortest length."""
-        steps = extra_steps + int(math.log(self.last / self._values[0], RATIO))
-        return sorted({self._rounded(self.last / RATIO**i) for i in range(steps)})
-
-    def _sorted(self, shapes: Iterable[int]) -> tuple[int, ...]:
-        return tuple(sorted(set(shapes)))
-
-    def _moved(self, shape: int, ratio: float) -> list[int]:
-        return [self._rounded(shape * x) for x in (ratio, 1 / ratio)]
-
-    def _rounded(self, sizes: float) -> int:
-        multiple = int(self.limits.multiples[0])
-        return min(self.last, max(1, round(sizes / multiple)) * multiple)
-
-    def _tightened(self, choice: PatternChoice) -> list[int]:
-        """Returns the T of a choice, each reduced to the length of its fullest row."""
-        longest: dict[int, int] = {}
-        for row in choice.patterns:
-            longest[row.seq_len] = max(longest.get(row.seq_len, 0), sum(row.slots))
-        return self.limits.rounded(np.array(list(longest.values()))).tolist()
-
-    def _is_valid(self, shapes: tuple[int, ...]) -> bool:
-        # A budget that is a function of T may allow no batch.
-        fits = self.limits.batch_sizes(shapes) > 0
-        return shapes[-1] >= self._longest and bool(fits.all())
-
-    def _choice(
-        self, shapes: tuple[int, ...], patterns: list[Pattern]
-    ) -> PatternChoice:
-        """Returns the choice for given rows, with the cost of an epoch."""
-        size = len(shapes)
-        bucket = np.searchsorted(shapes, [x.seq_len for x in patterns])
-        number = np.array([x.rows for x in patterns])
-        slots = np.array([len(x.slots) for x in patterns])
-        lengths = np.concatenate([x.slots for x in patterns])
-        tokens, squares, logs = (
-            np.add.reduceat(x, np.cumsum(slots) - slots)
-            for x in (lengths, lengths * lengths, lengths * np.log(lengths))
-        )
-        rows, segments, pairs = (
-            np.bincount(bucket, x, size)
-            for x in (number, number * slots, number * squares)
-        )
-        rows = rows.astype(np.int64)
-        plan = self.limits.plan(shapes, rows)
-        if self.block_sparse:
-            costs = self._sparse_costs(plan, pairs, rows)
-            plan = dataclasses.replace(plan, step_costs=costs)
-        flow = flow_remainders(rows, plan.batch_sizes, plan.costs)
-        real = float(self._values @ self._counts)
-        return PatternChoice(
-            shapes=shapes,
-            patterns=patterns,
-            plan=plan,
-            rows=rows,
-            segments=segments,
-            padding=1 - real / int(rows @ plan.boundaries),
-            separation=separation(
-                *(bucket, logs / tokens, number * tokens),
-                *(plan.batch_sizes, self._variance),
-            ),
-            cost=float((flow.batches * plan.costs).sum()),
-        )
+    tokens = np.cumsum(kinds.sum(axis=1) * counts)
+    ends = np.searchsorted(tokens, np.arange(1, most + 1) * (tokens[-1] / most))
+    ends = np.unique(np.minimum(ends + 1, len(kinds)))
+    ends[-1] = len(kinds)
+    starts = np.append(0, ends[:-1])
+    chosen = starts + np.random.default_rng(_SEED).integers(ends - starts)
+    return kinds[chosen], np.add.reduceat(counts, starts)

@@ -210,7 +210,7 @@ def pack(
         not positive; if the sequences differ in their numbers of examples, or do not
         match the capacities.
     """
-    cap = check_cap(max_segments_per_row)
+    check_cap(max_segments_per_row)
     if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
         _check_both(lengths, max_seq_len)
         parts = check_parts(cast(Mapping, lengths))
@@ -219,16 +219,41 @@ def pack(
             parts = kept_lengths(parts, shapes[-1], overlong)
         for name, longest in shapes[-1].items():
             check_longest(parts[name], longest, name)
-        return _pack_sequences(parts, shapes, max_segments_per_row)
+        columns = np.stack(list(parts.values()), axis=1)
+        return pack_columns(columns, shapes, max_segments_per_row)
     kept = check_lengths(cast(ArrayLike, lengths))
     seq_lens = check_seq_lens(cast(Any, max_seq_len))
     if overlong != "error":
         kept = kept_lengths(kept, seq_lens[-1], overlong)
-    values, counts = value_counts(kept)
     check_longest(kept, seq_lens[-1])
-    patterns = best_fit(values, counts, seq_lens, cap)
-    patterns = fuller_patterns(patterns, values, counts, seq_lens, cap)
-    return from_patterns(patterns, seq_lens, max_segments_per_row)
+    return pack_columns(kept[:, None], seq_lens, max_segments_per_row)
+
+
+def pack_columns(
+    lengths: np.ndarray,
+    shapes: Sequence[Any],
+    max_segments_per_row: int | None,
+    *,
+    fuller: bool = True,
+) -> Packing:
+    """Packs as `pack` does, with lengths that are checked.
+
+    Args:
+      lengths: `[N, Q]` integers, a row for each example.
+      shapes: the T of the rows, or `Sizes` with a T for each of several sequences.
+      max_segments_per_row: the maximum number of examples in a row; None for no limit.
+      fuller: whether the second packer may fill rows more than best fit.
+    """
+    if isinstance(shapes[0], Sizes):
+        return _pack_sequences(lengths, shapes, max_segments_per_row, fuller)
+    values, counts = value_counts(lengths[:, 0])
+    cap = check_cap(max_segments_per_row)
+    patterns = best_fit(values, counts, shapes, cap)
+    if fuller:
+        patterns = fuller_patterns(patterns, values, counts, shapes, cap)
+    fits = shapes[-1] // min(pattern.slots[-1] for pattern in patterns)
+    segments = _segments(patterns, max_segments_per_row, fits)
+    return Packing(tuple(shapes), _slots(patterns), *segments)
 
 
 def _has_sequences(max_seq_len: Any) -> bool:
@@ -250,22 +275,23 @@ def _check_both(lengths: Any, max_seq_len: Any) -> None:
 
 
 def _pack_sequences(
-    parts: Mapping[str, np.ndarray],
-    capacities: tuple[Sizes, ...],
+    lengths: np.ndarray,
+    capacities: Sequence[Sizes],
     max_segments_per_row: int | None,
+    fuller: bool,
 ) -> Packing:
     """Returns the packing of examples with several sequences."""
     shapes = np.array([list(x.values()) for x in capacities])
     rooms = shapes[-1].tolist()
     cap = check_cap(max_segments_per_row)
-    kinds, counts = count_kinds(np.stack(list(parts.values()), axis=1), rooms)
+    kinds, counts = count_kinds(lengths, rooms)
     groups, sizes, members = group_kinds(kinds, counts, rooms, _MAX_KINDS)
     # A small shape may not pay off.
     choices = (
         fit_sequences(groups, sizes, shapes[i:], cap) for i in range(len(shapes))
     )
     patterns = min(choices, key=positions)
-    if len(shapes) == 1:
+    if fuller and len(shapes) == 1:
         rows = _num_rows(patterns)
         patterns = choose_fuller(
             patterns,
@@ -280,22 +306,11 @@ def _pack_sequences(
     slot_parts = kinds[slots]
     fits = int((np.array(rooms) // kinds.min(axis=0)).min())
     return Packing(
-        capacities,
+        tuple(capacities),
         slot_parts.sum(axis=1, dtype=np.int32),
         *_segments(patterns, max_segments_per_row, fits),
         slot_parts,
     )
-
-
-def from_patterns(
-    patterns: Sequence[Pattern],
-    seq_lens: tuple[int, ...],
-    max_segments_per_row: int | None,
-) -> Packing:
-    """Returns the packing whose rows are those of the patterns, in order."""
-    fits = seq_lens[-1] // min(pattern.slots[-1] for pattern in patterns)
-    segments = _segments(patterns, max_segments_per_row, fits)
-    return Packing(seq_lens, _slots(patterns), *segments)
 
 
 def _num_rows(patterns: Iterable[Pattern]) -> int:

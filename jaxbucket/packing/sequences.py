@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.sizes import Sizes, check_same_sequences
+from jaxbucket.plan.histogram import value_counts
 
 # Packers store a bit for every position of a row, or several numbers if a row has
 # several sequences.
@@ -69,6 +70,9 @@ def count_kinds(
       lengths: `[N, Q]` positive integers, at most `capacities`.
       capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
     """
+    if lengths.shape[1] == 1:
+        values, counts = value_counts(lengths[:, 0])
+        return values[:, None].astype(np.int32), counts
     _, first, counts = np.unique(
         _lexicographic_keys(lengths, capacities), return_index=True, return_counts=True
     )

@@ -17,7 +17,7 @@ from jaxbucket.data.example import Example, example_from_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
 from jaxbucket.stream.lockstep import Lockstep
-from jaxbucket.stream.reader import PooledExample, StreamCounts, naming
+from jaxbucket.stream.reader import PooledExample, StreamCounts
 from jaxbucket.stream.run import Phase, StreamRun
 from jaxbucket.stream.state import StreamState
 
@@ -209,21 +209,15 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             bucket=Bucket(num_rows, phase.plan.buckets[bucket].seq_len),
             like=self._feature_template(),
             sequences=run.examples.listed_sequences(phase.plan.sequences),
-        )
-        full = functools.partial(
-            collate,
             pad_value=run.examples.pad_value,
             max_segments=run.max_segments,
         )
         starts = range(0, num_rows * run.micro_batches_per_bucket, num_rows)
         try:
-            return [full(examples[start : start + num_rows]) for start in starts]
-        except ValueError:
-            # Collate the examples one by one to find the one to blame.
-            for example in (x for row in rows for x in row):
-                with naming(example.epoch, example.epoch_index):
-                    # `pad_value=0` always fits, so an error is due to the example.
-                    collate([example.example], pad_value=0)
+            return [collate(examples[start : start + num_rows]) for start in starts]
+        except ValueError as error:
+            origins = [[(x.epoch, x.epoch_index) for x in row] for row in rows]
+            error.add_note(f"The examples (epoch, index) of the rows are {origins}.")
             raise
 
     def _feature_template(self) -> Example:

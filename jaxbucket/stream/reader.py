@@ -7,14 +7,13 @@ and the counts of the examples before. The examples themselves are never saved.
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grain
 
+from jaxbucket.base.notes import Noting
 from jaxbucket.data.example import Example
 from jaxbucket.data.transform import StreamTransform
 from jaxbucket.stream.examples import ExampleStream
@@ -23,6 +22,7 @@ from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
 
 # Not None, because a function of the stream without a `return` yields None.
 _END = object()
+_NOTE = "This is example {1} of epoch {0} of the stream."
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -120,7 +120,7 @@ class StreamReader:
         """
         while not self.ended:
             origin = (self._epoch, self._epoch_index)
-            with naming(*origin):
+            with Noting(_NOTE.format(*origin)):
                 self._take_snapshot_if_due()
                 example: Any = next(self._opened(), _END)
                 if example is _END:
@@ -167,7 +167,7 @@ class StreamReader:
 
     def first_example(self) -> Example | None:
         """Reads the first example by a new iterator; returns None if there is none."""
-        with naming(0, 0):
+        with Noting(_NOTE.format(0, 0)):
             iterator = iter(self.examples.epoch_dataset(0))
             example: Any = next(iterator, _END)
             iterator.close()
@@ -220,7 +220,7 @@ class StreamReader:
         """
         self._epoch, self._epoch_index = snapshot.epoch, snapshot.epoch_index
         self._epoch_has_example = snapshot.epoch_index > 0
-        with naming(self._epoch, self._epoch_index):
+        with Noting(_NOTE.format(self._epoch, self._epoch_index)):
             self._opened().set_state(copy.deepcopy(snapshot.state))
         self.counts = dataclasses.replace(snapshot.counts)
         self.checksum = snapshot.checksum
@@ -231,13 +231,3 @@ class StreamReader:
         if self._iterator is not None:
             self._iterator.close()
             self._iterator = None
-
-
-@contextlib.contextmanager
-def naming(epoch: int, epoch_index: int) -> Iterator[None]:
-    """Adds a note that names an example to the errors of a `with` block."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"This is example {epoch_index} of epoch {epoch} of the stream.")
-        raise

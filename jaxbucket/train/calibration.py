@@ -29,7 +29,8 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, as_arrays, sequence_names
+from jaxbucket.data.example import Example, as_arrays
+from jaxbucket.data.sequence_axes import sequence_axes
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.limits import Limits
@@ -223,7 +224,7 @@ def _full_batch(
 ) -> Batch:
     """Returns a batch without padding, whose rows all repeat one example."""
     arrays = as_arrays(example)
-    for name in sequence_names(arrays, sequences):
+    for name in sequence_axes(arrays, sequences):
         value = arrays[name]
         arrays[name] = np.resize(value, (bucket.tokens_per_row, *value.shape[1:]))
     local = Bucket(num_rows, bucket.seq_len)

@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
-from jaxbucket.compile.events import record_arguments
 from jaxbucket.sharding import Axes, axis_names
 from jaxbucket.train.pmap import DEVICES, PmapStep, check_one_axis
 from jaxbucket.train.state import checked_state
@@ -59,7 +58,6 @@ def jit_step(
       donate: the indices of the arguments that are donated.
       out_shardings: the shardings of the results, which "pmap" replicates.
     """
-    fn = record_arguments(fn)
     if mode == "pmap":
         return PmapStep(fn, mesh, donate)
     return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)

@@ -18,8 +18,6 @@ import jax
 from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxbucket.compile.events import compiling_as, record_call
-
 DEVICES = "devices"
 
 
@@ -59,7 +57,6 @@ class PmapStep:
         self, fn: Callable[..., Any], mesh: Mesh, donate: tuple[int, ...] = ()
     ):
         functools.update_wrapper(self, fn)
-        self._fn = fn
         num_replicated = len(inspect.signature(fn).parameters) - 1
         # `jax.pmap` itself would return arrays of this process only.
         self._mapped = jax.pmap(
@@ -91,13 +88,8 @@ class PmapStep:
         abstract = jax.tree.map(
             lambda x: ShapedArray(x.shape, x.dtype), (*replicated, with_axis)
         )
-        lowered = PmapLowered(
-            getattr(self._fn, "__name__", "step"),
-            (self._put_axis.lower(batch), self._mapped.lower(*abstract)),
-        )
-        # Record the global shapes, not those of a single device.
-        record_call(self._fn, args)
-        return lowered
+        stages = self._put_axis.lower(batch), self._mapped.lower(*abstract)
+        return PmapLowered(stages)
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -112,19 +104,13 @@ class PmapLowered:
     """The result of `PmapStep.lower`, similar to `jax.stages.Lowered`.
 
     Attributes:
-      name: the name of the step.
       stages: both programs, which are compiled one by one.
     """
 
-    name: str
     stages: tuple[jax.stages.Lowered, jax.stages.Lowered]
 
     def compile(self) -> PmapCompiled:
-        put_axis, mapped = self.stages
-        compiled = put_axis.compile()
-        # jax reports every pmapped function as `_fun`.
-        with compiling_as(self.name):
-            return self.join(compiled, mapped.compile())
+        return self.join(*(stage.compile() for stage in self.stages))
 
     def join(self, *stages: jax.stages.Compiled) -> PmapCompiled:
         """Returns the step that consists of both executables."""

@@ -264,11 +264,12 @@ def test_an_unwritable_folder_causes_one_warning(tmp_path, saved):
 
 
 def test_programs_that_call_python_are_compiled_in_every_run(tmp_path):
-    def my_step(state, batch):
-        jax.debug.print("{}", state["w"])
-        return state, {"loss": state["w"]}
-
     for _ in range(2):
+
+        def my_step(state, batch):
+            jax.debug.print("{}", state["w"])
+            return state, {"loss": state["w"]}
+
         with pytest.warns(RuntimeWarning, match="my_step .* calls Python functions"):
             assert start(tmp_path, my_step)[1] == len(PLAN)
     assert not list(tmp_path.iterdir())

@@ -407,54 +407,25 @@ def test_a_shape_outside_the_plan_is_refused(compiled):
 
 
 CHANGES = {
-    "dtype": (
-        lambda batch: {"x": batch.features["x"].astype(jnp.float16)},
-        r"batch.features\['x'\]` is float16\[{b}, {t}\], but .* for float32\[{b}, {t}",
-    ),
-    "shape": (
-        lambda batch: {"x": batch.features["x"][:, :, None]},
-        r"\['x'\]` is float32\[{b}, {t}, 1\], but .* compiled for float32\[{b}, {t}\]",
-    ),
-    "missing": (
-        lambda batch: {},
-        r"\['x'\]` is missing, but \[{b}, {t}\] was compiled for float32\[{b}, {t}\]",
-    ),
-    "additional": (
-        lambda batch: {**batch.features, "y": batch.features["x"]},
-        r"batch.features\['y'\]` did not exist when \[{b}, {t}\] was compiled",
-    ),
-    "renamed": (
-        lambda batch: {"inputs": batch.features["x"]},
-        r"\['inputs'\]` did not exist when \[{b}, {t}\] was compiled",
-    ),
+    "dtype": lambda x: {"x": x["x"].astype(jnp.float16)},
+    "shape": lambda x: {"x": x["x"][:, :, None]},
+    "missing": lambda x: {},
+    "additional": lambda x: {"x": x["x"], "y": x["x"]},
+    "renamed": lambda x: {"inputs": x["x"]},
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_features_that_differ_from_the_plan_are_refused(compiled, change):
-    steps, plan, mesh, batches = compiled
-    to_features, message = CHANGES[change]
-    for bucket, batch in batches.items():
-        wrong = batch._replace(features=to_features(batch))
-        pattern = message.replace("{b}", str(bucket.batch_size))
-        pattern = pattern.replace("{t}", str(bucket.seq_len))
-        pattern += ".*Convert the batch, or call `batch_specs` with an example like it"
-        with pytest.raises(ValueError, match=pattern):
+    steps, _, mesh, batches = compiled
+    name = {"additional": "y", "renamed": "inputs"}.get(change, "x")
+    for batch in batches.values():
+        wrong = batch._replace(features=CHANGES[change](batch.features))
+        with pytest.raises(ValueError, match=rf"`batch.features\['{name}'\]`"):
             steps(jb.sharding.replicate(np.float32(2), mesh), wrong)
 
 
 # count_compiles
-
-
-def test_count_compiles_counts_by_name_within_the_block():
-    def triple(x):
-        return 3 * x
-
-    with jb.compile.count_compiles() as compiles:
-        for size in (2, 3, 2):
-            jax.jit(triple)(np.zeros(size, np.float32))
-    jax.jit(triple)(np.zeros(4, np.float32))
-    assert compiles["triple"] == 2
 
 
 def test_count_compiles_stops_when_the_block_fails():
@@ -462,9 +433,10 @@ def test_count_compiles_stops_when_the_block_fails():
         return 5 * x
 
     with pytest.raises(KeyError), jb.compile.count_compiles() as compiles:
+        jax.jit(fivefold)(np.zeros(2, np.float32))
         raise KeyError
-    jax.jit(fivefold)(np.zeros(2, np.float32))
-    assert not compiles
+    jax.jit(fivefold)(np.zeros(3, np.float32))
+    assert compiles["fivefold"] == 1
 
 
 def clear():
@@ -573,8 +545,6 @@ REFUSED = {
     "workers": {"workers": 0},
     "executables": {"executables": "gs://bucket/folder"},
     "unplanned": {"unplanned": "ignore"},
-    "unplanned='jit'": {"unplanned": "jit", "on_compile": "raise"},
-    "on_compile": {"on_compile": "log"},
 }
 
 
@@ -671,10 +641,7 @@ def test_unplanned_jit_compiles_a_program_for_the_batch():
     step, _ = traced_step()
     steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
     with jb.compile.count_compiles() as compiles:
-        with pytest.warns(
-            RuntimeWarning,
-            match=r"XLA compiled `slow` again: A batch of shape \[3, 5\] is outside",
-        ):
+        with pytest.warns(UserWarning, match=r"shape \[3, 5\] is outside"):
             _, metrics = steps(small_state(), small_batch(jb.Bucket(3, 5)))
         assert metrics["sum"] == 6
         steps(small_state(), small_batch(jb.Bucket(3, 5)))
@@ -701,88 +668,6 @@ def test_a_pmap_step_called_directly_follows_the_settings_of_jax():
     with jb.compile.count_compiles() as compiles:
         assert loss() == 32
     assert not compiles["train_step"]
-
-
-# The guard
-
-
-def test_the_guard_explains_a_direct_call():
-    mesh = jb.data_mesh(jax.devices()[:1])
-    source, plan, _ = small_setup(num_devices=1)
-    step = jb.make_train_step(TracedLoss(), TX, mesh)
-    specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    steps = jb.compile_steps(step, new_state(mesh), specs)
-    batches = first_batches(source, plan, mesh)
-    batch = batches[plan.buckets[0]]
-    half = batch._replace(features={"x": batch.features["x"].astype(jnp.float16)})
-    with (
-        pytest.warns(
-            RuntimeWarning,
-            match=r"XLA compiled `train_step` again: `batch.features\['x'\]` is "
-            "float16.* The step function was called directly",
-        ),
-        jax.numpy_dtype_promotion("standard"),
-    ):
-        step(new_state(mesh), half)
-    odd = jb.data.collate_rows([source[0]], jb.Bucket(8, 41))
-    (odd,) = jb.sharding.prefetch_to_mesh([odd], mesh)
-    with pytest.warns(RuntimeWarning, match=r"shape \[8, 41\] is outside the plan"):
-        step(new_state(mesh), odd)
-    # The compiled steps compile nothing, and cause no warning.
-    steps(new_state(mesh), batch)
-
-
-def test_on_compile_may_raise_or_ignore():
-    for action in ("raise", "ignore"):
-        step, _ = traced_step(f"guarded_to_{action}")
-        steps = jb.compile_steps(step, small_state(), small_specs(), on_compile=action)
-        call = functools.partial(step, small_state(), small_batch(jb.Bucket(3, 5)))
-        if action == "ignore":
-            assert call()[1]["sum"] == 6
-        else:
-            with pytest.raises(
-                RuntimeError, match="XLA compiled `guarded_to_raise` ag"
-            ):
-                call()
-        del steps
-
-
-@pytest.mark.parametrize("clear_all", CLEARS)
-@pytest.mark.parametrize("comes_first", [True, False])
-def test_guards_outlive_the_listeners_that_another_library_clears(
-    clear_all, comes_first
-):
-    step, _ = traced_step(f"guarded_after_{clear_all.__name__}_{comes_first}")
-    if not comes_first:
-        clear_all()
-    steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
-    if comes_first:
-        clear_all()
-    with pytest.raises(RuntimeError, match=f"XLA compiled `{step.__name__}` again"):
-        step(small_state(), small_batch(jb.Bucket(3, 5)))
-    assert len(steps) == len(SMALL)
-
-
-@pytest.mark.exhaustive
-def test_the_guard_ignores_a_different_step_of_the_same_name():
-    mesh = jb.data_mesh(jax.devices()[:1])
-    source, plan, _ = small_setup(num_devices=1)
-    specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    guarded = jb.make_train_step(TracedLoss(), TX, mesh)
-    steps = jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
-    other = jb.make_train_step(TracedLoss(), TX, mesh)
-    for batch in first_batches(source, plan, mesh).values():
-        other(new_state(mesh), batch)
-    # It also ignores compilation ahead of time.
-    jb.compile_steps(guarded, new_state(mesh), specs, on_compile="raise")
-    assert len(steps) == len(plan)
-
-
-def test_a_guard_is_removed_with_its_compiled_steps():
-    step, _ = traced_step("forgotten")
-    steps = jb.compile_steps(step, small_state(), small_specs(), on_compile="raise")
-    del steps
-    step(small_state(), small_batch(jb.Bucket(3, 5)))
 
 
 # Reports

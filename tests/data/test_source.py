@@ -120,28 +120,20 @@ def test_an_example_that_cannot_be_read_is_named_with_its_step(index):
     lengths = [1 + i % 3 for i in range(12)]
     plan = plan_buckets(lengths, max_tokens=6)
     dataset = batch_dataset(Broken(index, fail), BatchSchedule(plan, lengths))
-    where = "(for step \\d+|the template for all batches)"
-    pattern = rf"`source\[{index}\]`, {where}, cannot be read: OSError: disk gone"
-    with pytest.raises(ValueError, match=pattern):
+    with pytest.raises(OSError, match=rf"disk gone[^$]*`source\[{index}\]`"):
         list(dataset)
 
 
 @pytest.mark.parametrize(
     ("replacement", "message"),
-    [
-        (lambda: {"x": np.zeros(2)}, "feature 'x' is float64"),
-        (lambda: {"y": np.arange(2)}, r"has features \['y'\], but others have"),
-    ],
+    [(lambda: {"x": np.zeros(2)}, "'x' is float64"), (lambda: {"y": [1, 2]}, "'y'")],
 )
-def test_an_example_that_differs_from_others_is_named_with_its_step(
-    replacement, message
-):
+def test_an_example_that_differs_from_others_is_named(replacement, message):
     lengths = [1 + i % 3 for i in range(12)]
     plan = plan_buckets(lengths, max_tokens=6)
-    dataset = batch_dataset(Broken(7, replacement), BatchSchedule(plan, lengths))
-    pattern = rf"`source\[7\]`, for step \d+: .*{message}"
-    with pytest.raises(ValueError, match=pattern):
-        list(dataset)
+    schedule = BatchSchedule(plan, lengths, order="source")
+    with pytest.raises(ValueError, match=rf"Row 0.*{message}[^$]*step 3 .*\[7, 10\]"):
+        list(batch_dataset(Broken(7, replacement), schedule))
 
 
 def test_an_unsuitable_first_example_is_named():
@@ -150,21 +142,14 @@ def test_an_unsuitable_first_example_is_named():
     source = [{"x": np.arange(n), "name": 1} for n in lengths]
     source[0]["name"] = "ab"
     dataset = batch_dataset(source, BatchSchedule(plan, lengths))
-    pattern = r"`source\[0\]`, the template for all batches: Feature 'name' is text"
-    with pytest.raises(ValueError, match=pattern):
+    with pytest.raises(ValueError, match=r"'name'[^$]*`source\[0\]`, the template"):
         list(dataset)
 
 
 def test_an_unreadable_example_of_the_sample_is_named():
     source = Broken(0, fail)
-    with pytest.raises(ValueError, match=r"`source\[0\]` cannot be read: OSError"):
+    with pytest.raises(OSError, match=r"`source\[0\]`"):
         contents(source)
-
-
-def test_text_of_different_lengths_is_reported_as_text():
-    rows = [{"x": [1, 2], "text": "ab"}, {"x": [3], "text": "abc"}]
-    with pytest.raises(ValueError, match="'text' is text .*Remove it"):
-        batches(rows)
 
 
 class Image:

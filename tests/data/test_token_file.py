@@ -195,7 +195,7 @@ def tokens(*lengths: int) -> list[dict]:
     ("examples", "message"),
     [
         ([], "`examples` is empty"),
-        (tokens(3, 0), "Row 1 has length 0"),
+        (tokens(3, 0), "Row 1 .*empty"),
         ([*tokens(3), {"tokens": np.ones(3)}], "Row 1: feature 'tokens' is float64"),
         ([*tokens(3), {"other": np.ones(3)}], r"Row 1 has features \['other'\]"),
         ([{"a/b": np.ones(2)}], "Feature 'a/b' cannot be stored as a file"),
@@ -279,7 +279,7 @@ def test_decreasing_offsets_are_refused(tmp_path):
         file.seek(100_000)
         file.write(np.int64(2**60).tobytes())
     file = TokenFile(path)
-    with pytest.raises(ValueError, match="offsets.npy has examples of"):
+    with pytest.raises(ValueError, match="file.* has examples of"):
         _ = file.lengths
 
 

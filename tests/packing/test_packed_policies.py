@@ -7,7 +7,7 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket.base.table import table_text
-from jaxbucket.packing.shape_search import ShapeSearch
+from jaxbucket.packing.row_search import RowSearch
 from jaxbucket.plan.limits import Limits
 
 NAMES = ("source", "target")
@@ -140,7 +140,7 @@ def test_packed_shapes_cost_about_as_little_as_the_best_of_a_grid(seed):
     choice = jb.plan_packing(lengths, num_buckets=2, pack="always", **options)
     matrix = np.stack(list(lengths.values()), axis=1)
     limits = Limits(sequences=NAMES, **options)
-    search = ShapeSearch(matrix, limits, None, False)
+    search = RowSearch(matrix, limits, None, False)
     grid = itertools.product(range(16, 65, 16), range(16, 49, 16))
     pairs = [[shape, search.last] for shape in grid if shape != search.last]
     best = min(search.of_all(shapes).cost for shapes in pairs)

@@ -371,9 +371,9 @@ def test_an_error_of_the_stream_names_the_example(is_epoch):
     ("last", "options", "match"),
     [
         ({"x": np.zeros(9)}, {}, "`max_seq_len`"),
-        ({"x": np.zeros(0)}, {}, "length 0 in 'x'"),
+        ({"x": np.zeros(0)}, {}, "empty"),
         ({"y": 3}, {}, "no sequence feature"),
-        ({"y": 3}, {"sequences": ["x"]}, "`sequences="),
+        ({"y": 3}, {"sequences": ["x"]}, "`sequences`"),
         ({"x": np.zeros(3, np.int64)}, {}, "int64"),
         (None, {}, "NoneType"),
     ],
@@ -384,7 +384,9 @@ def test_a_wrong_example_is_named(last, options, match):
     source = grain.MapDataset.source(examples).to_iter_dataset()
     source = source.map(lambda x: last if isinstance(x, str) else x)
     dataset = batches_of(source, plan, pool_size=4, **options)
-    with pytest.raises(ValueError, match=f"{match}[^$]*This is example 2 of epoch 0"):
+    with pytest.raises(
+        ValueError, match=f"{match}[^$]*(example 2 of epoch 0|\\(0, 2\\))"
+    ):
         list(dataset)
 
 
