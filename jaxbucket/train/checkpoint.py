@@ -32,6 +32,7 @@ from jaxbucket.train.checkpoint_contents import (
     find_other_key,
     like_template,
     restore_args,
+    warn_of_new_constants,
     with_leaves,
     write_seal,
 )
@@ -280,7 +281,8 @@ class Checkpoints:
             arrays stay uncommitted. A step that was compiled for `state` therefore
             accepts the restored state. If it has no optimizer, as
             `create_state(model, mesh=mesh)`, that of the checkpoint is not read.
-            Constants of `optax.inject_hyperparams` are those of the checkpoint.
+            Constants of `optax.inject_hyperparams` are those of the checkpoint, and a
+            warning names those that differ.
 
         Returns:
           The state, the position in the data, and the extra values.
@@ -312,6 +314,7 @@ class Checkpoints:
         read = with_leaves(state, saved.state)
         if difference := find_other_key(read, state):
             raise _different_state(folder, difference)
+        warn_of_new_constants(state, read)
         self._last = step
         restored = jax.tree.map(like_template, state, read)
         return Restored(restored, position, saved.extra)

@@ -8,11 +8,14 @@ are compared before they are read, and converted after.
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.tree_util import keystr
@@ -101,6 +104,38 @@ def find_other_key(restored: Any, state: Any) -> str | None:
         if hasattr(leaf, "dtype") and leaf.dtype != read.dtype:
             return f"{_name(path)} is {leaf.dtype}, but was {read.dtype}"
     return None
+
+
+def warn_of_new_constants(state: Any, restored: Any) -> None:
+    """Warns of constants of `optax.inject_hyperparams` that a restored state ignores.
+
+    Schedules are part of the optimizer, but constants of its state.
+    """
+    for new, old in zip(_injected(state), _injected(restored), strict=True):
+        for name in sorted(new.hyperparams.keys() - new.hyperparams_states.keys()):
+            now: Any = new.hyperparams[name]
+            was = old.hyperparams[name]
+            # This process can read its value.
+            is_known = isinstance(now, jax.Array) and now.is_fully_replicated
+            if not is_known or now.is_deleted():
+                continue
+            if not np.array_equal(now, was, equal_nan=True):
+                warnings.warn(
+                    f"`hyperparams[{name!r}]` of `optax.inject_hyperparams` is {now} "
+                    f"in the state passed to `restore`, but {was} in the checkpoint, "
+                    "which is restored. To continue with the new value, assign it to "
+                    "`hyperparams` of the restored state.",
+                    stacklevel=3,
+                )
+
+
+def _injected(tree: Any) -> Iterator[optax.InjectStatefulHyperparamsState]:
+    """Yields the states of `optax.inject_hyperparams`, also those inside of others."""
+    kind = optax.InjectStatefulHyperparamsState
+    for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)):
+        if isinstance(node, kind):
+            yield node
+            yield from _injected(node.inner_state)
 
 
 def with_leaves(state: _State, restored: Any) -> _State:

@@ -160,7 +160,7 @@ def write_indices(processes):
             record(error)
     # Invalid difficulties of one process raise errors in all processes.
     wrong_shape = share if here else share[:, None]
-    wrong_dtype = share.astype(np.float64) if here else share
+    wrong_dtype = share.astype(np.float32) if here else share
     for wrong in (wrong_shape, wrong_dtype):
         try:
             jb.sort.write_difficulty_index(
@@ -211,7 +211,7 @@ def check_written(index, lines):
     assert "Pass a folder that all processes share" in unshared
     assert "`mesh` is of a different kind" in local
     assert "has an index of different difficulties" in others
-    assert "`difficulty` is float32[" in shape
+    assert "`difficulty` is float64[" in shape
     assert shape.startswith("Process 0 failed: ") == (index > 0)
     assert "Pass the same dtype" in dtype
 

@@ -190,6 +190,46 @@ def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
             assert large(jax.block_until_ready(change(state))) == before
 
 
+def injected(optimizer, **options):
+    return optax.inject_hyperparams(optimizer)(**{"learning_rate": 0.1, **options})
+
+
+# Functions from a constant of the optimizer to the optimizer.
+INJECTED = {
+    "learning_rate": lambda x: injected(optax.sgd, learning_rate=x),
+    "weight_decay": lambda x: injected(
+        optax.adamw, learning_rate=lambda step: 0.1, weight_decay=x
+    ),
+    "eps": lambda x: optax.chain(optax.clip(1.0), injected(optax.adam, eps=x)),
+    "momentum": lambda x: optax.inject_hyperparams(
+        lambda scale: injected(optax.sgd, momentum=x)
+    )(scale=1.0),
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", INJECTED)
+def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name):
+    def make(value):
+        return jb.create_state({"w": jnp.ones(3)}, INJECTED[name](value))
+
+    with jb.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(make(0.5), dataset.position(1))
+        with pytest.warns(UserWarning, match=rf"{name}.*0.25 .*0.5 in the") as caught:
+            checkpoints.restore(make(0.25))
+        assert [warning.filename for warning in caught] == [__file__]
+        # Nothing is said of equal constants, or of unknown ones.
+        checkpoints.restore(make(0.5))
+        deleted = make(0.25)
+        specs = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            deleted,
+        )
+        jax.tree.map(lambda x: x.delete(), deleted)
+        for unknown in (specs, deleted):
+            checkpoints.restore(unknown)
+
+
 def test_a_state_may_contain_numbers_and_empty_nodes(dataset, tmp_path):
     state = {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()}
     with jb.Checkpoints(tmp_path) as checkpoints:
