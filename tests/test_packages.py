@@ -37,7 +37,7 @@ PACKAGES = {
     "sort": ({"schedule", "base"}, {"numpy", "jax"}),
     "data": (
         {"schedule", "packing", "plan", "base"},
-        {"numpy", "grain", "absl", "cloudpickle", "pyarrow", "rich"},
+        {"numpy", "grain", "absl", "pyarrow", "rich"},
     ),
     "schedule": ({"packing", "plan", "base"}, {"numpy"}),
     "packing": ({"plan", "base"}, {"numpy", "rich"}),

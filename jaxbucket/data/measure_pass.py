@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike
 from jaxbucket.base.checks import MAX_FLOAT, MAX_LENGTH, check_integer
 from jaxbucket.base.digest import digest
 from jaxbucket.base.files import complete
+from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.progress import progress_bar
@@ -162,9 +163,10 @@ class Pass:
             yield from ((span, self.measure(span)) for span in spans)
             return
         # Here, because measuring in this process does without Grain.
-        import grain
+        with naming_the_extra():
+            import grain
 
-        from jaxbucket.data.workers import load_in_workers
+            from jaxbucket.data.workers import load_in_workers
 
         measured = grain.MapDataset.source(spans).map(self.measure)
         workers = load_in_workers(measured, self.num_workers, num_threads=0)
