@@ -29,7 +29,11 @@ from jaxbucket.packing.sequences import (
     kept_lengths,
     row_shapes,
 )
-from jaxbucket.packing.subset_sum import choose_fuller, fuller_patterns
+from jaxbucket.packing.subset_sum import (
+    choose_fuller,
+    fewest_positions,
+    fullest_rows,
+)
 from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 
 # Patterns with at least this many rows get an array of their own.
@@ -245,7 +249,9 @@ def _pack_lengths(
     values, seq_lens = kinds[:, 0], shapes[:, 0].tolist()
     patterns = best_fit(values, counts, seq_lens, cap)
     if fuller:
-        patterns = fuller_patterns(patterns, values, counts, seq_lens, cap)
+        other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
+        fewest = fewest_positions(values, counts, seq_lens)
+        patterns = choose_fuller(patterns, other, fewest)
     return patterns, _slots(patterns)[:, None]
 
 
@@ -261,22 +267,17 @@ def _pack_sequences(
     )
     patterns = min(choices, key=positions)
     if fuller and len(shapes) == 1:
-        rows = _num_rows(patterns)
-        patterns = choose_fuller(
-            patterns,
-            functools.partial(pooled_rows, groups, sizes, rooms, cap, fewer_than=rows),
-            _num_rows,
-            int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
+        rows = sum(pattern.rows for pattern in patterns)
+        other = functools.partial(
+            pooled_rows, groups, sizes, rooms, cap, fewer_than=rows
         )
+        fewest = int(max(-(-(counts @ kinds.astype(np.int64)) // rooms)))
+        patterns = choose_fuller(patterns, other, fewest * sum(rooms))
     slots = _slots(patterns)
     # The slots of a group are assigned to its members in order.
     order = np.argsort(slots, kind="stable")
     slots[order] = np.repeat(members, counts[members])
     return patterns, kinds[slots]
-
-
-def _num_rows(patterns: Iterable[Pattern]) -> int:
-    return sum(pattern.rows for pattern in patterns)
 
 
 def _slots(patterns: Iterable[Pattern]) -> np.ndarray:

@@ -79,18 +79,6 @@ def fit_sequences(
     return [rows.pattern() for rows in packed if rows.number]
 
 
-def row_shares(
-    kinds: np.ndarray, capacities: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the shares of a row that each kind fills, and the shares of a whole row.
-
-    These are `[V, Q]` and `[Q]` int64, a share for each sequence. Integers make the
-    results the same on every machine.
-    """
-    sizes = np.array(capacities, np.int64)
-    return kinds.astype(np.int64) * _WHOLE // sizes, np.full(len(sizes), _WHOLE)
-
-
 _Rows: TypeAlias = OpenRows[tuple[int, ...]]
 _room_of = operator.attrgetter("room")
 
@@ -200,7 +188,8 @@ def pooled_rows(
     if len(pending) > _MAX_EXAMPLES:
         return None
     pending = pending[permute(np.arange(len(pending)), len(pending), _SEED)]
-    shares, whole = row_shares(kinds, capacities)
+    # Integers make the results the same on every machine.
+    shares = kinds.astype(np.int64) * _WHOLE // np.array(capacities)
     weights = _weights(kinds, counts, capacities).tolist()
     # `[2 * Q, V]` and `[2 * Q, pool]`: each length and share is a contiguous row.
     table = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
@@ -209,7 +198,7 @@ def pooled_rows(
     tokens = (counts @ kinds.astype(np.int64)).tolist()
     patterns = []
     while len(pool):
-        room, left = list(capacities), whole.tolist()
+        room, left = list(capacities), [_WHOLE] * len(capacities)
         row: list[int] = []
         while len(row) < cap and len(pool):
             index = _best_index(columns, room, left, weights)

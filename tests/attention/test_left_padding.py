@@ -102,5 +102,5 @@ def test_names_must_be_those_of_sequences(names):
 def test_several_sequences_are_refused():
     ids = jnp.ones((1, 2), jnp.int32)
     batch = jb.Batch({}, {"a": ids, "b": ids}, {"a": ids, "b": ids})
-    with pytest.raises(ValueError, match="`batch`"):
+    with pytest.raises(ValueError, match="`sequences"):
         moved_left(batch)
