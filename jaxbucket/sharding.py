@@ -294,7 +294,8 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
     # Two transfers, because `may_alias` is respected only if the sharding does not
     # change. The first may still alias the original on the device of the original.
     spread = jax.device_put(tree, sharding)
-    return jax.device_put(spread, sharding, may_alias=False)
+    # The copy is made later. Until then, the caller must not change a numpy array.
+    return jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
 
 
 def batch_specs(

@@ -206,12 +206,6 @@ def test_a_batch_beyond_the_budget_is_reported():
         check_batches(loader, **job | {"max_tokens": most - 1})
 
 
-def test_shapes_outside_the_buckets_are_reported():
-    loader, job = edited(resumed)
-    with pytest.raises(AssertionError, match=r"which is not in \[1, 2\], \[3, 4\]\."):
-        check_batches(loader, **job | {"buckets": [Bucket(3, 4), Bucket(1, 2)]})
-
-
 def test_several_sequences_with_lengths_of_their_own_are_accepted():
     """For example, the source and target of a translation."""
 

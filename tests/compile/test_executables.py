@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState as FlaxTrainState
 
 import jaxbucket as jb
 
@@ -199,18 +198,6 @@ def test_static_data_of_a_result_is_that_of_the_new_run(tmp_path):
         (batch,) = jb.sharding.prefetch_to_mesh([full_batch()], MESH)
         result, _ = steps(jb.sharding.replicate(state, MESH), batch)
         assert (compiled, result.w, result.name) == (count, 4, name)
-
-
-def test_states_with_functions_are_saved(tmp_path):
-    def my_step(state, batch):
-        return state.apply_gradients(grads={"w": state.params["w"] * batch.num_tokens})
-
-    for count in (2, 0):
-        state = FlaxTrainState.create(
-            apply_fn=None, params={"w": np.ones(1, np.float32)}, tx=optax.sgd(0.1)
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            assert start(tmp_path, my_step, state)[1] == count
 
 
 # Files

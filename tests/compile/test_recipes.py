@@ -144,12 +144,6 @@ def test_a_recipe_that_raises_is_named():
     assert "test_recipes:raising" in note
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_a_recipe_may_end_the_program(error):
-    with pytest.raises(error):
-        precompile(raising, PLAN, error.__name__)
-
-
 @pytest.fixture(name="plan")
 def plan_fixture(tmp_path, monkeypatch):
     """The file of the plan. The working directory contains this module's recipes."""
@@ -402,22 +396,6 @@ def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_
     start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
     output = start(command)
     assert "loaded loaded\n" in output and "Warning" not in output
-
-
-def test_print_shows_a_report_as_a_table(monkeypatch):
-    """Whatever the width of the terminal."""
-    monkeypatch.setenv("COLUMNS", "40")
-    report = precompile(recipe, PLAN).report
-    text = str(report)
-    header, *_ = text.splitlines()
-    assert header.split()[:3] == ["program", "trace", "XLA"]
-    for program in report.programs:
-        (row,) = (x for x in text.splitlines() if f"my_step {program.label}" in x)
-        assert f"{program.compile_seconds:.2f}" in row
-    assert max(map(len, text.splitlines())) <= 80
-    assert "\u2026" not in text and "\x1b" not in text
-    assert repr(report) == "<CompileReport: 3 programs, 3 compiled>"
-    assert "program" in str(jb.compile.CompileReport(()))
 
 
 def test_a_report_with_files_and_large_numbers_has_80_columns(capsys):

@@ -558,27 +558,6 @@ def test_unplanned_jit_compiles_a_program_for_the_batch():
     assert compiles["slow"] == 1
 
 
-@pytest.mark.exhaustive
-def test_a_pmap_step_called_directly_follows_the_settings_of_jax():
-    def loss_fn(params, batch, keys):
-        bits = jnp.finfo(jnp.zeros(()).dtype).bits
-        return params["w"] * bits, batch.num_tokens
-
-    step = jb.make_train_step(loss_fn, TX, ONE, mode="pmap")
-
-    def loss():
-        state = jb.create_state({"w": 1.0}, TX, ONE)
-        return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss_sum"])
-
-    assert loss() == 32
-    with jax.enable_x64(True):
-        assert loss() == 64
-    # The first program is still cached.
-    with jb.compile.count_compiles() as compiles:
-        assert loss() == 32
-    assert not compiles["train_step"]
-
-
 # Reports
 
 

@@ -246,12 +246,6 @@ def test_a_slot_takes_each_example_of_its_length_equally_often():
     assert np.abs(counts - 100).max() < 45
 
 
-def test_packed_batches_match_golden_rows():
-    lengths = np.random.default_rng(0).integers(1, 60, 500)
-    rows = packed_schedule(lengths, 64, rows=2, seed=7, order="shuffled")[11].rows
-    assert rows.tolist() == [[191, 425, 96, -1], [57, 70, -1, -1]]
-
-
 def test_the_report_counts_rows_and_examples():
     lengths = [4, 4, 3, 5, 8, 2]
     schedule = packed_schedule(lengths, 8, rows=2)
@@ -770,20 +764,6 @@ def test_packed_and_padded_rows_have_the_same_loss_and_gradients(causal, per):
     assert jnp.isfinite(result[0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_independent_of_neighbors_in_the_row(causal):
-    rows = [[{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]]
-    other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
-    logits = []
-    for given in (rows, other):
-        batch = jb.data.collate_rows(given, Bucket(1, 8), max_segments=2)
-        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        mask = jb.attention.attention_mask(ids, positions if causal else None)
-        tokens = jnp.asarray(batch.features["tokens"])
-        logits.append(jax.jit(attend)(make_params(), tokens, positions, mask)[0, :4])
-    np.testing.assert_array_equal(*logits)
-
-
 @jax.jit
 def sequence_weights(batch, where):
     return jb.attention.token_weights(batch, "sequence", where=where)
@@ -810,25 +790,3 @@ def test_token_weights_agree_with_a_loop(seed):
     )
     with pytest.raises(ValueError, match="`per='row'`"):
         jb.attention.token_weights(batch, "row")  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    "cost_fn",
-    [None, pytest.param(jb.plan.TransformerCost(64, 2), marks=pytest.mark.exhaustive)],
-)
-def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
-    numbers_packed = []
-
-    def counted(values, *options):
-        numbers_packed.append(len(values))
-        return best_fit(values, *options)
-
-    monkeypatch.setattr("jaxbucket.packing.row_search.best_fit", counted)
-    lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
-    options = {"max_tokens": 80_000, "num_buckets": 4, "cost_fn": cost_fn}
-    result = jb.plan_packing(lengths, **options)
-    # Packing all lengths for every choice would take 28 * 8000 and 92 * 8000.
-    assert sum(numbers_packed) < 40 * 8000
-    assert result.epoch_costs["packed"] <= result.epoch_costs["packed in one T"]
-    assert result.packing is not None
-    assert result.packing.row_lengths.sum() == lengths.sum()
