@@ -24,8 +24,8 @@ from jaxbucket.base.version import __version__ as __version__
 
 with _lazy_names(globals()):
     from jaxbucket import sharding as sharding
-    from jaxbucket.attention.masks import next_tokens as next_tokens
     from jaxbucket.attention.segment import segment_attention as segment_attention
+    from jaxbucket.attention.targets import next_tokens as next_tokens
     from jaxbucket.base.batch import Batch as Batch
     from jaxbucket.base.bucket import Bucket as Bucket
     from jaxbucket.base.buckets import BucketPlan as BucketPlan

@@ -17,8 +17,8 @@ import numpy as np
 from jaxbucket.base.batch import Batch, RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_integer
 from jaxbucket.base.lazy import naming_the_extra
+from jaxbucket.base.notes import Noting
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences
 
@@ -40,11 +40,6 @@ Device: TypeAlias = jax.Device  # pyright: ignore
 _T = TypeVar("_T")
 
 DATA_AXIS = "data"
-# The dtypes of numpy that jax does not have.
-_NOT_IN_JAX: tuple[type, ...] = (
-    *(np.longdouble, np.clongdouble, np.datetime64, np.timedelta64, np.void),
-    *(np.character, np.object_),
-)
 
 
 def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
@@ -60,13 +55,8 @@ def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
 
     Returns:
       The mesh, with an axis of type `Auto`.
-
-    Raises:
-      ValueError: if `devices` is empty.
     """
     devices = jax.devices() if devices is None else devices
-    if not len(devices):
-        raise ValueError("`devices` is empty. Pass at least one device.")
     # Explicit axes, the default in some releases, make a plain embedding lookup fail.
     return jax.make_mesh(
         (len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices
@@ -185,12 +175,10 @@ def prefetch_to_mesh(
       The global batches.
 
     Raises:
-      ValueError: if the mesh lacks one of the axes, `size` is negative, a batch does
-        not have the rows of this process, a number does not fit into its dtype on
-        devices, or jax does not have the dtype.
+      ValueError: if the mesh lacks one of the axes, a batch does not have the rows of
+        this process, or a number does not fit into its dtype on devices.
+      TypeError: if jax does not have a dtype, with a note that names the array.
     """
-    if check_integer("size", size) < 0:
-        raise ValueError(f"`size={size}` must not be negative.")
     shard = local_rows(mesh, batch_axes=batch_axes)
     sharding = batch_sharding(mesh, batch_axes)
 
@@ -225,7 +213,8 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
     slots = {part: slot for slot, part in enumerate(shard.parts)}
 
     def to_global(path: Any, leaf: np.ndarray) -> jax.Array:
-        leaf = _as_on_device(jax.tree_util.keystr(path), leaf)
+        name = f"batch{jax.tree_util.keystr(path)}"
+        leaf = _as_on_device(name, leaf)
 
         def rows_for_device(index: Any) -> np.ndarray:
             start = slots[(index[0].start or 0) // part_size] * part_size
@@ -234,24 +223,14 @@ def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
             return leaf[start : start + part_size].copy()
 
         shape = (part_size * shard.num_parts, *leaf.shape[1:])
-        return jax.make_array_from_callback(shape, sharding, rows_for_device)
+        with Noting(f"This is `{name}`."):
+            return jax.make_array_from_callback(shape, sharding, rows_for_device)
 
     return jax.tree.map_with_path(to_global, batch)
 
 
-def _device_dtype(name: str, dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that jax uses for a numpy dtype.
-
-    64-bit types become 32-bit unless x64 is enabled.
-
-    Raises:
-      ValueError: if jax has no such dtype.
-    """
-    if issubclass(dtype.type, _NOT_IN_JAX):
-        raise ValueError(
-            f"`batch{name}` is {dtype}, which jax does not support. Convert it in the "
-            "source, or remove it."
-        )
+def _device_dtype(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype that jax uses, of 32 bits instead of 64 unless x64 is on."""
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
 
 
@@ -261,7 +240,7 @@ def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
     Raises:
       ValueError: if the conversion would change an integer or overflow a float.
     """
-    dtype = _device_dtype(name, leaf.dtype)
+    dtype = _device_dtype(leaf.dtype)
     if dtype == leaf.dtype:
         return leaf
     with np.errstate(over="ignore"):
@@ -276,7 +255,7 @@ def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
     if lost.any():
         value = leaf[lost].flat[0]
         raise ValueError(
-            f"`batch{name}` holds {value}, which does not fit into {dtype}. Set "
+            f"`{name}` holds {value}, which does not fit into {dtype}. Set "
             "`jax.config.update('jax_enable_x64', True)`, or use smaller numbers."
         )
     return converted
@@ -315,7 +294,8 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
     # Two transfers, because `may_alias` is respected only if the sharding does not
     # change. The first may still alias the original on the device of the original.
     spread = jax.device_put(tree, sharding)
-    return jax.device_put(spread, sharding, may_alias=False)
+    # The copy is made later. Until then, the caller must not change a numpy array.
+    return jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
 
 
 def batch_specs(
@@ -355,14 +335,13 @@ def batch_specs(
       A `Batch` of `jax.ShapeDtypeStruct` for each bucket.
 
     Raises:
-      ValueError: if the batch axes do not divide the B of a bucket, or jax does not
-        have the dtype of a feature.
+      ValueError: if the batch axes do not divide the B of a bucket.
     """
     sharding = batch_sharding(mesh, batch_axes)
     shard = rows_of_devices(mesh, mesh.devices.flat, batch_axes)
 
-    def spec(path: Any, leaf: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = _device_dtype(jax.tree_util.keystr(path), leaf.dtype)
+    def spec(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = _device_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     specs = {}
@@ -377,5 +356,5 @@ def batch_specs(
             max_segments=max_segments,
         )
         key = bucket if component is None else bucket.of(component)
-        specs[key] = jax.tree.map_with_path(spec, empty)
+        specs[key] = jax.tree.map(spec, empty)
     return specs

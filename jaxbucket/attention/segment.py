@@ -114,27 +114,23 @@ def _is_for_gpus() -> bool:
 def _check(
     query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
 ) -> None:
-    if query.ndim != 4 or not jnp.issubdtype(query.dtype, jnp.floating):
-        raise ValueError(
-            f"`query` is {query.dtype}{list(query.shape)}. Pass floating point numbers "
-            "[B, T, N, H]: batch, tokens, heads and width."
+    arrays = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
+    # Four axes each, so that the following may name them.
+    is_valid = query.ndim == key.ndim == 4 and key.shape == value.shape
+    if is_valid:
+        size, seq_len, heads, width = query.shape
+        is_valid = (
+            key.shape == (size, seq_len, key.shape[2], width)
+            and heads % key.shape[2] == 0
+            and segment_ids.shape == (size, seq_len)
         )
-    size, seq_len, heads, width = query.shape
-    wanted = (query.dtype, size, seq_len, width)
-    for name, x in (("key", key), ("value", value)):
-        if x.ndim != 4 or (x.dtype, *x.shape[:2], x.shape[3]) != wanted:
-            raise ValueError(
-                f"`{name}` is {x.dtype}{list(x.shape)}, which does not match `query`. "
-                f"Pass {query.dtype} [{size}, {seq_len}, heads, {width}]."
-            )
-    if key.shape != value.shape or heads % key.shape[2]:
-        raise ValueError(
-            f"`key` has {key.shape[2]} heads and `value` has {value.shape[2]}. Pass "
-            f"equal numbers that divide the {heads} heads of `query`."
+    is_valid &= query.dtype == key.dtype == value.dtype
+    is_valid &= jnp.issubdtype(query.dtype, jnp.floating)
+    if not is_valid or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        given = ", ".join(
+            f"`{name}` is {x.dtype}{list(x.shape)}" for name, x in arrays.items()
         )
-    is_integer = jnp.issubdtype(segment_ids.dtype, jnp.integer)
-    if segment_ids.shape != (size, seq_len) or not is_integer:
         raise ValueError(
-            f"`segment_ids` is {segment_ids.dtype}{list(segment_ids.shape)}. Pass an "
-            f"integer for each token, [{size}, {seq_len}], with 0 for padding."
+            f"{given}. Pass floating point numbers of one dtype, [B, T, N, H], and "
+            "twice [B, T, K, H], where K divides N, and integers [B, T]."
         )

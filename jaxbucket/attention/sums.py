@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxbucket.attention.masks import row_ids
+from jaxbucket.attention.targets import row_ids
 from jaxbucket.base.batch import Batch
 
 

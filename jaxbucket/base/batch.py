@@ -215,3 +215,12 @@ class Batch(NamedTuple):
         if taken:
             raise ValueError(f"`features` already has {taken}. Rename these features.")
         return {**self.features, **derived}
+
+
+def check_is_batch(name: str, batch: Any) -> None:
+    """Raises a ValueError if an argument is not a batch."""
+    if not isinstance(batch, Batch):
+        raise ValueError(
+            f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass a "
+            "batch of a loader, or create one with `collate_rows`."
+        )

@@ -77,7 +77,7 @@ def precompile(
         raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
     shapes = read_plan(plan)
     from jaxbucket.cli.options import load_function
-    from jaxbucket.compile.executables import check_writable
+    from jaxbucket.compile.executables import make_writable
     from jaxbucket.compile.recipes import precompile
     from jaxbucket.compile.xla_cache import use_xla_cache
     from jaxbucket.distributed.processes import Processes
@@ -85,7 +85,7 @@ def precompile(
     function = load_function(recipe)
     with Processes() as processes:
         if xla_cache is not None:
-            check_writable("xla_cache", xla_cache)
+            make_writable(xla_cache)
             use_xla_cache(xla_cache)
         done = precompile(
             function,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-_counters: list[collections.Counter[str]] = []
 
 
 @contextlib.contextmanager
@@ -38,27 +35,16 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
       Name -> number of compilations of functions of that name so far, in any thread.
     """
     compiles: collections.Counter[str] = collections.Counter()
-    _register()
-    _counters.append(compiles)
+
+    def receive(event: str, duration_secs: float, **details: Any) -> None:
+        if event == _COMPILE_EVENT:
+            name = str(details.get("fun_name", "?"))
+            compiles[name.removeprefix("jit(").removesuffix(")")] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(receive)
     try:
         yield compiles
     finally:
-        # By identity, because counters with the same counts are equal.
-        _counters[:] = [x for x in _counters if x is not compiles]
-
-
-@functools.cache
-def _register() -> None:
-    """Starts to pass jax's events to `_receive`, as long as the process lives."""
-    # Only jax holds this object. So it is finalized if another library clears all of
-    # jax's listeners, and the next one takes its place.
-    receiver = functools.partial(_receive)
-    jax.monitoring.register_event_duration_secs_listener(receiver)
-    weakref.finalize(receiver, _register.__wrapped__).atexit = False
-
-
-def _receive(event: str, duration_secs: float, **details: Any) -> None:
-    if event == _COMPILE_EVENT:
-        name = str(details.get("fun_name", "?"))
-        for compiles in tuple(_counters):
-            compiles[name.removeprefix("jit(").removesuffix(")")] += 1
+        # Another library may have removed all listeners.
+        with contextlib.suppress(AssertionError, ValueError):
+            jax.monitoring.unregister_event_duration_listener(receive)

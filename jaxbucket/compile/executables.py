@@ -158,21 +158,18 @@ class Executables:
         """Says once why none of the folder's programs of these functions was found."""
         if self._has_loaded or jax.process_index() != 0:
             return
-        others = [
-            x for x in self._folder.glob(f"*{_SUFFIX}") if x.name not in self._saved
-        ]
-        headers = []
-        for path in others:
+        others = []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
             # Files that are damaged, or not ours, explain nothing.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 with path.open("rb") as file:
                     file.readline()
                     header = json.loads(file.readline())
-                name, is_first = header["report"]["name"], header["process"] == 0
-                if is_first and name in self._saved.values() and header["facts"]:
-                    headers.append(header)
-        why = _difference(headers, self._facts)
-        if why:
+                is_same = header["report"]["name"] in self._saved.values()
+                if is_same and header["process"] == 0 and path.name not in self._saved:
+                    others.append(header["facts"])
+        if others:
+            why = _difference(others, self._facts)
             _log_once(f"{self._folder} has none of this job's programs, only {why}.")
 
     def _codes(self, lowered: Any, executable: Any) -> list[bytes]:
@@ -191,16 +188,10 @@ class Executables:
         return codes
 
 
-def check_writable(name: str, folder: pathlib.Path) -> None:
-    """Creates a folder, the argument `name`, or raises a ValueError if it cannot."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(
-            f"`{name}={str(folder)!r}` cannot be written: {error.strerror}. Choose a "
-            "folder that you may write to, on a disk with free space."
-        ) from None
+def make_writable(folder: str | os.PathLike[str]) -> None:
+    """Creates a folder, or raises the OSError of writing a file to it."""
+    os.makedirs(folder, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def _stages(program: Any) -> Sequence[Any]:
@@ -269,30 +260,28 @@ def _processor() -> str:
     return f"{platform.machine()} {digest(flags.encode())[:8]}"
 
 
-def _difference(headers: Sequence[dict[str, Any]], facts: dict[str, str]) -> str:
-    """Returns how a job differs from that of the most similar files, "" if none.
+def _difference(others: Sequence[dict[str, str]], facts: dict[str, str]) -> str:
+    """Returns how a job differs from the one of the most similar files.
 
     Example:
       >>> one = {"processes": "1 process", "jax": "jax 0.12.0"}
-      >>> saved = [{"facts": one, "report": {"label": "[8, 4]"}}]
-      >>> _difference(saved, one | {"processes": "2 processes"})
-      '1 program for 1 process, jax 0.12.0; this job has 2 processes'
+      >>> _difference([one], one | {"processes": "2 processes"})
+      '1 program for 1 process; this job has 2 processes'
     """
 
-    def differing(header: dict[str, Any]) -> list[str]:
-        return [x for x in facts if facts[x] != header["facts"].get(x)]
+    def differing(other: dict[str, str]) -> list[str]:
+        return [x for x in facts if facts[x] != other.get(x)]
 
-    if not headers:
-        return ""
-    closest = min(headers, key=lambda header: len(differing(header)))
-    theirs, names = closest["facts"], differing(closest)[:_MAX_FACTS]
-    count = sum(header["facts"] == theirs for header in headers)
-    # The first two are named in any case.
-    had = [theirs.get(x, "") for x in dict.fromkeys(["processes", "jax", *names])]
-    has = [facts[x] for x in names]
-    had, has = (", ".join(x[:_MAX_LENGTH] for x in y) for y in (had, has))
-    end = f"this job has {has}" if has else "their code or shapes differ"
-    return f"{count} program{'s' * (count > 1)} for {had}; {end}"
+    closest = min(others, key=lambda other: len(differing(other)))
+    count, names = others.count(closest), differing(closest)[:_MAX_FACTS]
+    programs = f"{count} program{'s' * (count > 1)}"
+    if not names:
+        return f"{programs} of a different code or of different shapes"
+    had, has = (
+        ", ".join(x.get(name, "")[:_MAX_LENGTH] for name in names)
+        for x in (closest, facts)
+    )
+    return f"{programs} for {had}; this job has {has}"
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:

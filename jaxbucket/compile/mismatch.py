@@ -12,58 +12,30 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket, ComponentBucket
 
 
-def check_step(step_fn: Any, state: Any, specs: Any) -> None:
-    """Raises a ValueError if the arguments of `compile_steps` are invalid."""
-    if not callable(step_fn) and not hasattr(step_fn, "compile_steps"):
+def check_arguments(state: Any, specs: Any) -> None:
+    """Raises a ValueError for arguments of `compile_steps` that jax would accept."""
+    is_valid = isinstance(specs, Mapping) and all(
+        isinstance(batch, Batch)
+        and batch.bucket == Bucket(bucket.batch_size, bucket.seq_len)
+        for bucket, batch in specs.items()
+    )
+    if not is_valid or not specs:
         raise ValueError(
-            f"`step_fn` is {short(step_fn)}, which is not callable. Pass a function of "
-            "(state, batch)."
+            f"`specs` is {short(specs)}. Pass bucket -> a `Batch` of its shape: "
+            "`MeshLoader.specs`, or the result of `jb.sharding.batch_specs`."
         )
-    _check_specs(specs)
     for path, leaf in jax.tree.leaves_with_path(state):
-        _check_leaf(f"`state{jax.tree_util.keystr(path)}`", leaf)
-
-
-def _check_specs(specs: Any) -> None:
-    remedy = "Pass `MeshLoader.specs`, or the result of `jb.sharding.batch_specs`."
-    if not isinstance(specs, Mapping) or not specs:
-        raise ValueError(f"`specs` is {short(specs)}. {remedy}")
-    for key, batch in specs.items():
-        if not isinstance(batch, Batch):
-            raise ValueError(f"`specs` has {short(batch)}, not a `Batch`. {remedy}")
-        if batch.bucket != Bucket(key.batch_size, key.seq_len):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
             raise ValueError(
-                f"`specs[{key}]` is a batch of shape {batch.bucket}. {remedy}"
+                f"`state{jax.tree_util.keystr(path)}` is a shape without a sharding, "
+                "on which executables depend. Pass the result of `jax.eval_shape` "
+                "through `jb.sharding.replicate`, or add shardings yourself."
             )
-
-
-def _check_leaf(name: str, leaf: Any) -> None:
-    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    if not is_array and not isinstance(leaf, bool | int | float | complex):
-        raise ValueError(
-            f"{name} is {short(leaf)}, not an array. Pass a pytree of arrays, or of "
-            "their shapes, dtypes and shardings."
-        )
-    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
-        raise ValueError(
-            f"{name} is a shape without a sharding, on which executables depend. Pass "
-            "the result of `jax.eval_shape` through `jb.sharding.replicate`, or add "
-            "shardings yourself."
-        )
 
 
 def short(value: Any) -> str:
     """Returns a short text for any value, with its type, for a message."""
     return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def check_is_batch(name: str, batch: Any) -> None:
-    """Raises a ValueError if a value is not a batch."""
-    if not isinstance(batch, Batch):
-        raise ValueError(
-            f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass a "
-            "batch from `prefetch_to_mesh`."
-        )
 
 
 def batch_difference(batch: Batch, specs: Mapping[Bucket, Batch]) -> str | None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.notes import Noting
 from jaxbucket.compile.build import CompileOptions
-from jaxbucket.compile.executables import check_writable
-from jaxbucket.compile.mismatch import check_step, short
+from jaxbucket.compile.executables import make_writable
+from jaxbucket.compile.mismatch import short
 from jaxbucket.compile.report import CompileReport
 from jaxbucket.compile.steps import compile_with
 
@@ -30,7 +29,7 @@ class Precompiled:
     """The result of `precompile`.
 
     Attributes:
-      report: the seconds, bytes and operations of each program.
+      report: the seconds and bytes of each program.
       failures: the programs that did not compile -> the first line of the error.
       seconds: the total time.
     """
@@ -86,8 +85,10 @@ def precompile(
       The report of the programs, and the programs that failed.
 
     Raises:
-      ValueError: if the folder `executables` cannot be written, or the recipe raises an
-        exception, or returns anything but such triples for all shapes of the plan.
+      OSError: if the folder `executables` cannot be written.
+      ValueError: if the recipe returns anything but such triples for all shapes of the
+        plan.
+      Exception: any error of the recipe, with a note that names it.
     """
     start = time.perf_counter()
     options = CompileOptions(
@@ -98,7 +99,7 @@ def precompile(
         keep_going=True,
     )
     if executables is not None:
-        check_writable("executables", pathlib.Path(executables))
+        make_writable(executables)
     programs, failures = [], {}
     for name, triple in _call(recipe, plan, arguments).items():
         steps = compile_with(options, *triple)
@@ -112,45 +113,22 @@ def precompile(
 def _call(
     recipe: Callable[..., Any], plan: BucketPlan, arguments: tuple[str, ...]
 ) -> Mapping[str, tuple[Any, Any, Any]]:
-    """Returns the triples of a recipe by name.
-
-    Raises:
-      ValueError: if the recipe raises an exception, or returns an invalid value.
-    """
+    """Returns the triples of a recipe by name."""
     name = f"`{recipe.__module__}:{getattr(recipe, '__qualname__', recipe)}`"
-    try:
+    with Noting(f"The recipe {name} was called with the plan and {list(arguments)}."):
         returned = recipe(plan, *arguments)
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"{name}: The recipe raised {_summary(error)} ({frame.filename}:"
-            f"{frame.lineno}). It was called with the plan and {list(arguments)}."
-        ) from error
     steps = returned if isinstance(returned, Mapping) else {"step": returned}
-    try:
-        _check_steps(steps, plan)
-    except ValueError as error:
-        raise ValueError(
-            f"{name}: The recipe returned {error} It must return (step_fn, state, "
-            "specs), the arguments of `compile_steps`, or a dict of such triples."
-        ) from None
-    return steps
-
-
-def _check_steps(steps: Mapping[Any, Any], plan: BucketPlan) -> None:
-    for name, triple in steps.items():
-        if not isinstance(triple, tuple) or len(triple) != 3:
-            raise ValueError(f"{short(triple)} for {name!r}.")
-        check_step(*triple)
     # The evaluation step may use the buckets of a different plan.
-    specs = {bucket for _, _, specs in steps.values() for bucket in specs}
-    missing = [str(bucket) for bucket in plan.buckets if bucket not in specs]
-    if missing:
+    specs = [x[2] for x in steps.values() if isinstance(x, tuple) and len(x) == 3]
+    missing = [str(b) for b in plan.buckets if not any(b in x for x in specs)]
+    if missing or len(specs) < len(steps):
         raise ValueError(
-            f"no `specs` for {', '.join(missing)}, which the plan has. Compute them "
-            "from the plan that is passed in: `jb.sharding.batch_specs(plan, example, "
-            "mesh)`."
+            f"The recipe {name} returned {short(returned)}. It must return (step_fn, "
+            "state, specs), the arguments of `compile_steps`, or a dict of such "
+            "triples, with specs from `jb.sharding.batch_specs(plan, example, mesh)` "
+            f"for every shape of the plan. Missing are {', '.join(missing) or 'none'}."
         )
+    return steps
 
 
 def _summary(error: BaseException) -> str:

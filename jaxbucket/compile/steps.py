@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
-from jaxbucket.base.batch import Batch
+from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import (
     Build,
@@ -21,8 +21,7 @@ from jaxbucket.compile.build import (
 )
 from jaxbucket.compile.mismatch import (
     batch_difference,
-    check_is_batch,
-    check_step,
+    check_arguments,
     spec_bucket,
 )
 from jaxbucket.compile.report import CompileReport
@@ -94,10 +93,9 @@ def compile_steps(
       `steps(state, batch)`, which runs the executable of the batch's bucket.
 
     Raises:
-      ValueError: if `step_fn` is not callable; if `state` contains values that are not
-        arrays, or shapes without a sharding; if `specs` is empty or not from
-        `batch_specs`; if an option is unknown; if `workers` is not positive; or if
-        `executables` is not on a file system.
+      ValueError: if `state` contains shapes without a sharding; if `specs` is empty or
+        not from `batch_specs`; if `unplanned` is unknown; if `workers` is not positive;
+        or if `executables` is not on a file system.
       Exception: any error of tracing or compiling, with a note that names the bucket.
     """
     options = CompileOptions(workers, executables, executables_key, unplanned, progress)
@@ -111,7 +109,7 @@ def compile_with(
     specs: Mapping[Bucket, Batch],
 ) -> CompiledSteps[_Result]:
     """Compiles as `compile_steps` does, with options that are already checked."""
-    check_step(step_fn, state, specs)
+    check_arguments(state, specs)
     if hasattr(step_fn, "compile_steps"):
         # A step that consists of several phases compiles them itself.
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
@@ -150,7 +148,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
       phases: further programs that every step needs, besides those of the buckets.
 
     Attributes:
-      report: the seconds, bytes and operations of each program.
+      report: the seconds and bytes of each program.
       failures: the errors of buckets and phases, if the options say to keep going.
       seconds_waited: the time that it took to compile all programs.
 

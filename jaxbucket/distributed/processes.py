@@ -24,8 +24,7 @@ from jax.sharding import Mesh
 from jaxbucket.base.checks import check_float
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.agreement import differences, job_config, list_processes
-from jaxbucket.distributed.connection import connect, read_settings
-from jaxbucket.distributed.store import Store
+from jaxbucket.distributed.store import Store, connect, read_settings
 
 # Numbers the contexts of this process. A context has the same number in all processes,
 # because each of them enters as many as the others.
@@ -81,15 +80,13 @@ class Processes:
 
     Raises:
       ValueError: if one of the first three arguments is missing or invalid, or if a
-        timeout is not positive and finite. On entering, if the port is in use,
-        `num_processes` differs between processes, or an earlier context has already
-        connected this process.
+        timeout is not positive and finite. On entering, if the port is in use, or
+        `num_processes` differs between processes.
     """
 
     index: int = 0
     count: int = 1
     store: Store
-    _has_disconnected = False
 
     def __init__(
         self,
@@ -105,20 +102,14 @@ class Processes:
         self._settings = None
         # If the processes are connected already, the settings are not needed.
         if not jax.distributed.is_initialized():
-            settings = coordinator_address, num_processes, process_id
-            self._settings = read_settings(*settings)
+            settings = read_settings(coordinator_address, num_processes, process_id)
+            self._settings = settings
         self._calls: collections.Counter[str] = collections.Counter()
         self._owns_connection = False
         self._callbacks: list[Callable[[], None]] = []
 
     def __enter__(self) -> Processes:
-        if self._settings and self._settings.num_processes > 1:
-            if Processes._has_disconnected:
-                raise ValueError(
-                    "`Processes` was entered before, and jax connects a process only "
-                    "once. Use one context for the whole program, or call "
-                    "`jax.distributed.initialize` yourself, which stays connected."
-                )
+        if self._settings and self._settings[1] > 1:
             connect(self._settings, self._timeout, self._start_timeout)
             self._owns_connection = True
         if jax.distributed.is_initialized():
@@ -156,7 +147,6 @@ class Processes:
         if self._owns_connection:
             # jax would do this at exit, but the processes may exit at different times.
             jax.distributed.shutdown()
-            Processes._has_disconnected = True
             _restore_sigterm_handler()
 
     def _fail(self, error: BaseException) -> None:
@@ -166,9 +156,8 @@ class Processes:
         status = code if isinstance(code, int) else 1
         atexit.register(_exit_now, status)
         self._report(error)
-        timer = threading.Timer(_SECONDS_TO_EXIT, _exit_now, (status,))
-        timer.daemon = True
-        timer.start()
+        _exit_within(_SECONDS_TO_EXIT, status)
+        _flush()
 
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Registers a function to call before this process leaves the context.
@@ -193,6 +182,7 @@ class Processes:
         if self.count > 1:
             traceback.print_exception(error)
             self._report(error)
+            _exit_within(_SECONDS_TO_FLUSH, 1)
             _exit_now(1)
 
     def _report(self, error: BaseException) -> None:
@@ -313,14 +303,16 @@ def _print(message: str) -> None:
         os.write(2, f"\njaxbucket: {message}\n".encode())
 
 
+def _exit_within(seconds: float, status: int) -> None:
+    """Exits after some seconds, even if another thread hangs, such as in a write."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+
+
 def _exit_now(status: int) -> NoReturn:
     """Exits without jax's own exit handlers, which wait for the other processes."""
-    # Flush in a thread, because the main thread may hang during a write.
-    flush = threading.Thread(target=_flush, daemon=True)
-    # While Python exits, it starts no threads, but flushes the streams itself.
-    with contextlib.suppress(RuntimeError):
-        flush.start()
-        flush.join(_SECONDS_TO_FLUSH)
+    _flush()
     os._exit(status)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from jaxbucket.distributed.processes import Processes
-from jaxbucket.distributed.store import has_preemption_service
 
 
 class StopRequest:
@@ -39,9 +38,6 @@ class StopRequest:
 
     Attributes:
       signal: the signal that any of the processes received; None without a request.
-
-    Raises:
-      ValueError: on entering, if jax's preemption service is off.
     """
 
     def __init__(self, processes: Processes):
@@ -55,11 +51,6 @@ class StopRequest:
             self._signals.append(signal.SIGTERM)
 
     def __enter__(self) -> StopRequest:
-        if self._processes.count > 1 and not has_preemption_service():
-            raise ValueError(
-                "`StopRequest` needs jax's preemption service. Set "
-                "`jax_enable_preemption_service` to True, its default."
-            )
         self._handlers = {x: signal.getsignal(x) for x in self._signals}
         for number in self._signals:
             signal.signal(number, self._receive)

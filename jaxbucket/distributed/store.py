@@ -1,4 +1,4 @@
-"""The key-value store of jax's coordination service.
+"""jax's coordination service: the connection of processes, and its key-value store.
 
 `jax.distributed.initialize` starts the service in process 0 and connects every process
 to it. It involves no devices, so it also works while a step runs or hangs. Only this
@@ -8,6 +8,10 @@ module uses the private parts of jax that give access to it.
 from __future__ import annotations
 
 import datetime
+import os
+import re
+import socket
+from typing import Any
 
 import jax
 
@@ -16,10 +20,69 @@ from jax._src import distributed
 
 # The key under which jax's preemption service looks for the time of a preemption.
 _NOTICE = "RECEIVED_PREEMPTION_NOTICE"
+_SETTINGS = "coordinator_address", "num_processes", "process_id"
+
+
+def read_settings(*settings: Any) -> tuple[Any, Any, Any] | None:
+    """Returns the first arguments of `jax.distributed.initialize`, None for no process.
+
+    In a step of several SLURM tasks, jax finds all of them but their number.
+
+    Args:
+      *settings: the address of process 0, the number of processes and the index of this
+        one. None stands for an environment variable, such as JAX_PROCESS_ID.
+
+    Raises:
+      ValueError: if only some of the settings are given, or one of them is invalid.
+    """
+    names = [f"JAX_{name.upper()}" for name in _SETTINGS]
+    pairs = zip(settings, names, strict=True)
+    found = [os.environ.get(name) if x is None else x for x, name in pairs]
+    if found == [None, None, None]:
+        # The number in a step of `srun`, unlike SLURM_NTASKS, which a whole job has.
+        count = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+        return (None, count, None) if count > 1 else None
+    match = re.fullmatch(r"(.+:\d+) (\d+) (\d+)", " ".join(map(str, found)))
+    if match is None or int(match[3]) >= int(match[2]):
+        given = ", ".join(
+            f"`{name}={x!r}`" for name, x in zip(_SETTINGS, found, strict=True)
+        )
+        raise ValueError(
+            f"{given} must be host:port of process 0, the number of processes, and the "
+            f"index of this one, from 0. Pass all three, or set {', '.join(names)}."
+        )
+    return match[1], int(match[2]), int(match[3])
+
+
+def connect(settings: tuple[Any, Any, Any], timeout: int, start_timeout: int) -> None:
+    """Connects this process to the others.
+
+    Args:
+      settings: the settings from `read_settings`.
+      timeout: seconds without a heartbeat after which jax ends all processes.
+      start_timeout: seconds to wait for the others.
+
+    Raises:
+      ValueError: if the port of process 0 is in use, because jax may crash then.
+    """
+    address, _, index = settings
+    if index == 0:
+        try:
+            socket.create_server(("", int(address.rpartition(":")[2]))).close()
+        except OSError as error:
+            raise ValueError(
+                f"`coordinator_address={address!r}`: cannot listen on this port "
+                f"({error.strerror}). Choose a different port."
+            ) from None
+    jax.distributed.initialize(
+        *settings,
+        initialization_timeout=start_timeout,
+        heartbeat_timeout_seconds=timeout,
+    )
 
 
 class Store:
-    """A folder in the key-value store of the coordination service.
+    """A folder in the key-value store of the coordination service, once connected.
 
     Args:
       folder: the prefix of all keys, which separates them from other users' keys.
@@ -27,19 +90,10 @@ class Store:
     Attributes:
       index: the index of this process.
       count: the number of processes.
-
-    Raises:
-      ValueError: if `jax.distributed.initialize` has not been called.
     """
 
     def __init__(self, folder: str):
-        client = distributed.global_state.client
-        if client is None:
-            raise ValueError(
-                "jax's coordination service is not running. Call "
-                "`jax.distributed.initialize` first."
-            )
-        self._client = client
+        self._client: Any = distributed.global_state.client
         self._folder = folder
         # `jax.process_index()` would start the backend.
         self.index: int = distributed.global_state.process_id
@@ -91,8 +145,3 @@ class Store:
         """Notifies jax's preemption service, as SIGTERM would."""
         now = datetime.datetime.now(datetime.UTC)
         self._client.key_value_set(_NOTICE, now.isoformat(), allow_overwrite=True)
-
-
-def has_preemption_service() -> bool:
-    """Returns whether jax started its preemption service with this process."""
-    return distributed.global_state.preemption_sync_manager is not None

@@ -2,7 +2,7 @@
 
 `rows` packs examples with one sequence (`best_fit`, `subset_sum`) or with several
 (`vector_best_fit`). `planner` compares the costs of packed and padded rows, and
-`row_search` and `shape_search` search for the T of packed rows.
+`row_search` searches for the T of packed rows.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

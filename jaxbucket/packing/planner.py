@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.checks import check_choice, check_lengths, check_positive
-from jaxbucket.base.lengths import Lengths, lengths_matrix, total_lengths
+from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.packing.row_choice import (
     RowChoice,
@@ -22,8 +21,9 @@ from jaxbucket.packing.row_choice import (
     separation,
 )
 from jaxbucket.packing.row_search import RowSearch
-from jaxbucket.packing.rows import check_cap, check_longest, check_seq_lens
-from jaxbucket.packing.sequences import MAX_CAPACITY
+from jaxbucket.packing.rows import check_cap
+from jaxbucket.packing.sequences import kept_lengths
+from jaxbucket.packing.vector_best_fit import MAX_CAPACITY
 from jaxbucket.plan.costs import CostFn, TokenCost
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.planner import plan_within
@@ -131,8 +131,7 @@ def plan_packing(
     kept = _kept(lengths, limits)
 
     def search_within(limits: Limits) -> RowSearch:
-        columns = kept if limits.sequences else kept[:, None]
-        return RowSearch(columns, limits, max_segments_per_row, block_sparse)
+        return RowSearch(kept, limits, max_segments_per_row, block_sparse)
 
     rows = dataclasses.replace(limits, overlong="error")
     search = search_within(rows)
@@ -164,17 +163,12 @@ def plan_packing(
 
 
 def _kept(lengths: Any, limits: Limits) -> np.ndarray:
-    """Returns the lengths of the examples in rows, `[n]` or `[n, Q]`."""
+    """Returns the lengths of the examples in rows, `[n, Q]`."""
     if limits.sequences:
         return limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
-    kept: Any = check_lengths(lengths)
-    last: Any = limits.max_seq_len
-    if last is not None and limits.overlong == "error":
-        check_longest(kept, last)
-    elif last is not None:
-        kept = kept_lengths(kept, last, limits.overlong)
-    check_seq_lens(dataclasses.replace(limits, overlong="truncate").longest(kept))
-    return kept
+    if limits.max_seq_len is None:
+        return check_lengths(lengths)[:, None]
+    return kept_lengths(lengths, [limits.max_seq_len], limits.overlong)
 
 
 def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:
@@ -217,7 +211,7 @@ def _padded(
     """Returns the result for rows of one example, and the separation of its batches."""
     # Padded rows gain nothing from T beyond the longest lengths. One bucket must hold
     # all of these to truncate.
-    last, parts = None, kept
+    last, parts = None, kept[:, 0]
     if limits.sequences:
         parts: Any = dict(zip(limits.sequences, kept.T, strict=True))
         if limits.truncates:
@@ -225,7 +219,7 @@ def _padded(
     tight = dataclasses.replace(limits, max_seq_len=last, overlong="error")
     plan = plan_within(parts, tight, num_buckets=num_buckets)
     epoch = report(plan, parts)
-    totals = total_lengths(kept).astype(np.int64)
+    totals = kept.sum(axis=1, dtype=np.int64)
     variance = log_variance(totals, np.ones_like(totals))
     buckets = plan.assign(parts).astype(np.int64)
     apart = separation(buckets, np.log(totals), totals, plan.batch_sizes, variance)

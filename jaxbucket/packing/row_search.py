@@ -26,7 +26,7 @@ from jaxbucket.packing.row_choice import (
     separation,
     sparse_cost,
 )
-from jaxbucket.packing.rows import check_cap, pack_columns
+from jaxbucket.packing.rows import check_cap, pack_kept
 from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
@@ -101,7 +101,7 @@ class RowSearch:
         block_sparse: bool,
     ):
         self._lengths, self._limits = lengths, limits
-        self._max_segments = max_segments_per_row
+        self._cap = check_cap(max_segments_per_row)
         # Tokens have no quadratic part.
         self._block_sparse = block_sparse and limits.cost_fn is not None
         self.last: Shape = tuple(limits.max_seq_lens(lengths).tolist())
@@ -148,15 +148,10 @@ class RowSearch:
     def _of_all(self, shapes: tuple[Shape, ...], *, fuller: bool) -> RowChoice:
         """Returns the rows of all examples, perhaps by the second packer."""
         names = self._limits.sequences
-        packing = pack_columns(
-            self._lengths,
-            [
-                Sizes(dict(zip(names, x, strict=True))) if names else x[0]
-                for x in shapes
-            ],
-            self._max_segments,
-            fuller=fuller,
-        )
+        seq_lens = [
+            Sizes(dict(zip(names, x, strict=True))) if names else x[0] for x in shapes
+        ]
+        packing = pack_kept(self._lengths, seq_lens, self._cap, fuller=fuller)
         slots = packing.slot_parts
         if slots is None:
             slots = packing.slot_lengths[:, None]
@@ -204,12 +199,12 @@ class RowSearch:
         self, shapes: tuple[Shape, ...], kinds: np.ndarray, counts: np.ndarray
     ) -> _Rows:
         """Returns the rows of best fit decreasing, of `[V, Q]` kinds."""
-        cap = check_cap(self._max_segments)
         if self._limits.sequences:
-            patterns = fit_sequences(kinds, counts, np.array(shapes, np.int64), cap)
+            seq_lens = np.array(shapes, np.int64)
+            patterns = fit_sequences(kinds, counts, seq_lens, self._cap)
             slots = kinds[np.concatenate([pattern.slots for pattern in patterns])]
         else:
-            patterns = best_fit(kinds[:, 0], counts, [t for (t,) in shapes], cap)
+            patterns = best_fit(kinds[:, 0], counts, [t for (t,) in shapes], self._cap)
             slots = np.concatenate([pattern.slots for pattern in patterns])[:, None]
         sizes = np.array([len(pattern.slots) for pattern in patterns])
         numbers = np.array([pattern.rows for pattern in patterns])

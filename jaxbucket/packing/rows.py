@@ -13,32 +13,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.assignment import cheapest
-from jaxbucket.base.checks import (
-    MAX_LENGTH,
-    check_lengths,
-    check_positive,
-    split_line,
-)
+from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, check_parts, lengths_matrix
+from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.best_fit import best_fit
-from jaxbucket.packing.overlong import kept_lengths
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.sequences import (
-    MAX_ROW,
-    check_shapes,
     count_kinds,
     group_kinds,
+    kept_lengths,
+    row_shapes,
 )
-from jaxbucket.packing.subset_sum import choose_fuller, fuller_patterns
+from jaxbucket.packing.subset_sum import (
+    choose_fuller,
+    fewest_positions,
+    fullest_rows,
+)
 from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
-from jaxbucket.plan.histogram import value_counts
 
 # Patterns with at least this many rows get an array of their own.
 _MIN_ROWS_PER_ARRAY = 16
@@ -193,9 +189,9 @@ def pack(
 
     Args:
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
-      max_seq_len: T of the rows, or several in increasing order; or sequence name ->
-        tokens of this sequence that a row can hold, or several such mappings, by
-        increasing sum, of which the last one is the longest in every sequence.
+      max_seq_len: T of the rows, or several; or sequence name -> tokens of this
+        sequence that a row can hold, or several such mappings, one of which has the
+        longest T of every sequence.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
       overlong: what happens to examples that are longer than the longest row, as in
@@ -210,81 +206,60 @@ def pack(
         not positive; if the sequences differ in their numbers of examples, or do not
         match the capacities.
     """
-    check_cap(max_segments_per_row)
-    if isinstance(lengths, Mapping) or _has_sequences(max_seq_len):
-        _check_both(lengths, max_seq_len)
-        parts = check_parts(cast(Mapping, lengths))
-        shapes = check_shapes(max_seq_len, parts)
-        if overlong != "error":
-            parts = kept_lengths(parts, shapes[-1], overlong)
-        for name, longest in shapes[-1].items():
-            check_longest(parts[name], longest, name)
-        columns = np.stack(list(parts.values()), axis=1)
-        return pack_columns(columns, shapes, max_segments_per_row)
-    kept = check_lengths(cast(ArrayLike, lengths))
-    seq_lens = check_seq_lens(cast(Any, max_seq_len))
-    if overlong != "error":
-        kept = kept_lengths(kept, seq_lens[-1], overlong)
-    check_longest(kept, seq_lens[-1])
-    return pack_columns(kept[:, None], seq_lens, max_segments_per_row)
+    shapes = row_shapes(max_seq_len)
+    kept = kept_lengths(lengths, shapes, overlong)
+    return pack_kept(kept, shapes, check_cap(max_segments_per_row))
 
 
-def pack_columns(
-    lengths: np.ndarray,
-    shapes: Sequence[Any],
-    max_segments_per_row: int | None,
-    *,
-    fuller: bool = True,
+def pack_kept(
+    lengths: np.ndarray, shapes: Sequence[Any], cap: int, *, fuller: bool = True
 ) -> Packing:
-    """Packs as `pack` does, with lengths that are checked.
+    """Packs as `pack` does, with lengths and shapes that are checked.
 
     Args:
       lengths: `[N, Q]` integers, a row for each example.
-      shapes: the T of the rows, or `Sizes` with a T for each of several sequences.
-      max_segments_per_row: the maximum number of examples in a row; None for no limit.
+      shapes: the T of the rows in increasing order, `Sizes` for several sequences.
+      cap: the maximum number of examples in a row.
       fuller: whether the second packer may fill rows more than best fit.
     """
-    if isinstance(shapes[0], Sizes):
-        return _pack_sequences(lengths, shapes, max_segments_per_row, fuller)
-    values, counts = value_counts(lengths[:, 0])
-    cap = check_cap(max_segments_per_row)
-    patterns = best_fit(values, counts, shapes, cap)
+    columns = [list(x.values()) if isinstance(x, Sizes) else [x] for x in shapes]
+    seq_lens = np.array(columns, np.int64)
+    kinds, counts = count_kinds(lengths, columns[-1])
+    pack_kinds = _pack_sequences if kinds.shape[1] > 1 else _pack_lengths
+    patterns, slots = pack_kinds(kinds, counts, seq_lens, cap, fuller)
+    segments = np.array([len(pattern.slots) for pattern in patterns])
+    sizes = np.repeat(segments, [pattern.rows for pattern in patterns])
+    most = int(segments.max())
+    if cap < MAX_LENGTH:
+        # It depends only on the limit, and on how many of the shortest examples fit.
+        most = min(cap, int((seq_lens[-1] // kinds.min(axis=0)).min()))
+    return Packing(
+        seq_lens=tuple(shapes),
+        slot_lengths=slots.sum(axis=1, dtype=np.int32),
+        row_splits=np.concatenate([[0], np.cumsum(sizes)]),
+        max_segments=most,
+        slot_parts=slots if kinds.shape[1] > 1 else None,
+    )
+
+
+def _pack_lengths(
+    kinds: np.ndarray, counts: np.ndarray, shapes: np.ndarray, cap: int, fuller: bool
+) -> tuple[list[Pattern], np.ndarray]:
+    """Returns the rows of examples with one length, and their slots, `[S, 1]`."""
+    values, seq_lens = kinds[:, 0], shapes[:, 0].tolist()
+    patterns = best_fit(values, counts, seq_lens, cap)
     if fuller:
-        patterns = fuller_patterns(patterns, values, counts, shapes, cap)
-    fits = shapes[-1] // min(pattern.slots[-1] for pattern in patterns)
-    segments = _segments(patterns, max_segments_per_row, fits)
-    return Packing(tuple(shapes), _slots(patterns), *segments)
-
-
-def _has_sequences(max_seq_len: Any) -> bool:
-    """Returns whether T is a mapping, or a list of mappings."""
-    if isinstance(max_seq_len, Sequence) and not isinstance(max_seq_len, str):
-        return any(isinstance(x, Mapping) for x in max_seq_len)
-    return isinstance(max_seq_len, Mapping)
-
-
-def _check_both(lengths: Any, max_seq_len: Any) -> None:
-    checked = (("lengths", lengths, isinstance(lengths, Mapping)),)
-    checked += (("max_seq_len", max_seq_len, _has_sequences(max_seq_len)),)
-    for name, value, is_mapping in checked:
-        if not is_mapping:
-            raise ValueError(
-                f"`{name}={value!r}` is not a mapping, but the other argument is. For "
-                "several sequences, pass lengths and capacities by sequence name."
-            )
+        other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
+        fewest = fewest_positions(values, counts, seq_lens)
+        patterns = choose_fuller(patterns, other, fewest)
+    return patterns, _slots(patterns)[:, None]
 
 
 def _pack_sequences(
-    lengths: np.ndarray,
-    capacities: Sequence[Sizes],
-    max_segments_per_row: int | None,
-    fuller: bool,
-) -> Packing:
-    """Returns the packing of examples with several sequences."""
-    shapes = np.array([list(x.values()) for x in capacities])
+    kinds: np.ndarray, counts: np.ndarray, shapes: np.ndarray, cap: int, fuller: bool
+) -> tuple[list[Pattern], np.ndarray]:
+    """Returns the rows of examples with several lengths, and their slots, `[S, Q]`."""
     rooms = shapes[-1].tolist()
-    cap = check_cap(max_segments_per_row)
-    kinds, counts = count_kinds(lengths, rooms)
     groups, sizes, members = group_kinds(kinds, counts, rooms, _MAX_KINDS)
     # A small shape may not pay off.
     choices = (
@@ -292,45 +267,17 @@ def _pack_sequences(
     )
     patterns = min(choices, key=positions)
     if fuller and len(shapes) == 1:
-        rows = _num_rows(patterns)
-        patterns = choose_fuller(
-            patterns,
-            functools.partial(pooled_rows, groups, sizes, rooms, cap, fewer_than=rows),
-            _num_rows,
-            int(max(-(-(counts @ kinds.astype(np.int64)) // rooms))),
+        rows = sum(pattern.rows for pattern in patterns)
+        other = functools.partial(
+            pooled_rows, groups, sizes, rooms, cap, fewer_than=rows
         )
+        fewest = int(max(-(-(counts @ kinds.astype(np.int64)) // rooms)))
+        patterns = choose_fuller(patterns, other, fewest * sum(rooms))
     slots = _slots(patterns)
     # The slots of a group are assigned to its members in order.
     order = np.argsort(slots, kind="stable")
     slots[order] = np.repeat(members, counts[members])
-    slot_parts = kinds[slots]
-    fits = int((np.array(rooms) // kinds.min(axis=0)).min())
-    return Packing(
-        tuple(capacities),
-        slot_parts.sum(axis=1, dtype=np.int32),
-        *_segments(patterns, max_segments_per_row, fits),
-        slot_parts,
-    )
-
-
-def _num_rows(patterns: Iterable[Pattern]) -> int:
-    return sum(pattern.rows for pattern in patterns)
-
-
-def _segments(
-    patterns: Sequence[Pattern], max_segments_per_row: int | None, fits: int
-) -> tuple[np.ndarray, int]:
-    """Returns `[R + 1]` splits of the slots into rows, and the maximum per row.
-
-    With a limit, the maximum depends only on the limit and on `fits`, the number of
-    shortest examples that fit a row.
-    """
-    segments = np.array([len(pattern.slots) for pattern in patterns])
-    sizes = np.repeat(segments, [pattern.rows for pattern in patterns])
-    most = int(segments.max())
-    if max_segments_per_row is not None:
-        most = min(max_segments_per_row, fits)
-    return np.concatenate([[0], np.cumsum(sizes)]), most
+    return patterns, kinds[slots]
 
 
 def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
@@ -346,47 +293,6 @@ def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
         pieces.append(np.tile(np.array(pattern.slots, np.int32), pattern.rows))
         few = []
     return np.concatenate([*pieces, np.array(few, np.int32)])
-
-
-def check_longest(
-    lengths: np.ndarray, max_seq_len: int, sequence: str | None = None
-) -> None:
-    """Raises a ValueError if an example is longer than the longest row."""
-    if lengths.max() > max_seq_len:
-        example = int(np.argmax(lengths > max_seq_len))
-        name = "" if sequence is None else f"[{sequence!r}]"
-        split = (
-            "" if name else f", or split the source with `{split_line(max_seq_len)}`"
-        )
-        raise ValueError(
-            f"`lengths{name}[{example}]={lengths[example]}` exceeds the longest row, "
-            f"`max_seq_len{name}={max_seq_len}`. Raise `max_seq_len`, pass "
-            f"`overlong='drop'` or 'truncate' here and to the plan{split}."
-        )
-
-
-def check_seq_lens(max_seq_len: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the T of rows as a tuple.
-
-    Raises:
-      ValueError: if there is no T, or they are not positive and increasing.
-    """
-    values: Any = max_seq_len
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, Sequence):
-        values = [values]
-    seq_lens = tuple(check_positive("max_seq_len", x) for x in values)
-    if not seq_lens or any(np.diff(seq_lens) <= 0):
-        raise ValueError(
-            f"`max_seq_len={max_seq_len}` must be one T, or a list of values of T in "
-            "increasing order."
-        )
-    if seq_lens[-1] > MAX_ROW:
-        raise ValueError(
-            f"`max_seq_len={seq_lens[-1]}` exceeds {MAX_ROW}. Use shorter rows."
-        )
-    return seq_lens
 
 
 def check_cap(max_segments_per_row: int | None) -> int:

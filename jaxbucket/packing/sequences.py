@@ -1,4 +1,4 @@
-"""Examples with several sequences, each with its own lengths and its own capacity.
+"""The lengths of examples and the T of rows, `[Q]` numbers each, that packers work on.
 
 For example, a row may have room for 512 tokens of inputs and, separately, for 128
 tokens of targets. Examples with the same length in every sequence are of one *kind*.
@@ -8,52 +8,67 @@ The packers work on the number of examples of each kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.sizes import Sizes, check_same_sequences
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.policies import Overlong
+from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.histogram import value_counts
 
-# Packers store a bit for every position of a row, or several numbers if a row has
-# several sequences.
-MAX_ROW = 1 << 26
-MAX_CAPACITY = 1 << 20
 
-
-def check_shapes(max_seq_len: Any, names: Collection[str]) -> tuple[Sizes, ...]:
-    """Returns the tokens of each sequence that the rows of each shape can hold.
+def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
+    """Returns the T of rows in increasing order, `Sizes` for several sequences.
 
     Args:
-      max_seq_len: sequence name -> tokens, or several such mappings.
-      names: the names of the sequences of the examples.
+      max_seq_len: T, or sequence name -> T; or several of these, in any order.
 
     Raises:
-      ValueError: if there is no shape, a size is not positive or too large, the names
-        are others, or the shapes are not increasing: each with a larger sum, and the
-        last one the longest in every sequence.
+      ValueError: if there is no T, one is not positive, or none of them is the longest
+        in every sequence.
     """
-    given = [max_seq_len] if isinstance(max_seq_len, Mapping) else list(max_seq_len)
-    if not given or not all(isinstance(shape, Mapping) for shape in given):
+    is_one = isinstance(max_seq_len, Mapping) or np.ndim(max_seq_len) == 0
+    given = [max_seq_len] if is_one else list(max_seq_len)
+    shapes = sorted({checked_size("max_seq_len", shape) for shape in given})
+    sizes = [shape for shape in shapes if isinstance(shape, Sizes)]
+    if not shapes or not all(sizes[-1].holds(x) for x in sizes):
         raise ValueError(
-            f"`max_seq_len={max_seq_len!r}` must be a mapping from sequence name to "
-            "tokens, or several of them."
-        )
-    shapes = [Sizes(shape, "max_seq_len") for shape in given]
-    for shape in shapes:
-        check_same_sequences("max_seq_len", shape, names, "the lengths have")
-    totals = [shape.total for shape in shapes]
-    if sorted(set(totals)) != totals or not all(map(shapes[-1].holds, shapes)):
-        raise ValueError(
-            f"`max_seq_len` has the shapes {shapes}. Pass them by increasing sum, the "
-            "last one with the longest T of every sequence."
-        )
-    if max(shapes[-1].values()) > MAX_CAPACITY:
-        raise ValueError(
-            f"`max_seq_len={shapes[-1]!r}` exceeds {MAX_CAPACITY}. Use shorter rows."
+            f"`max_seq_len={max_seq_len!r}` must be T, or several of them. For several "
+            "sequences, one shape must have the longest T of all."
         )
     return tuple(shapes)
+
+
+def kept_lengths(
+    lengths: Any, shapes: Sequence[Any], overlong: Overlong | Mapping[str, Overlong]
+) -> np.ndarray:
+    """Returns the lengths of the examples in rows, `[n, Q]`, after applying a policy.
+
+    Example:
+      >>> kept_lengths([3, 9, 5], [6], "truncate").T, kept_lengths([3, 9], [6], "drop")
+      (array([[3, 6, 5]]), array([[3]]))
+
+    Args:
+      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      shapes: the T of rows, as returned by `row_shapes`.
+      overlong: what happens to examples that are longer than the last shape.
+
+    Raises:
+      ValueError: if `BucketPlan` raises it, or no example is left.
+    """
+    if overlong == "split" and not isinstance(shapes[-1], Sizes):
+        return chunk_lengths(lengths, shapes[-1])[:, None]
+    plan = BucketPlan.from_shapes([(1, shapes[-1])], overlong=overlong)
+    kept = plan.kept_lengths(lengths)
+    if not len(kept):
+        raise ValueError(
+            f"`overlong={overlong!r}` leaves out every example. Raise `max_seq_len="
+            f"{shapes[-1]!r}`."
+        )
+    return kept.reshape(len(kept), -1)
 
 
 def count_kinds(

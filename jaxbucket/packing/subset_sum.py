@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -119,46 +118,21 @@ def _fullest_subset(lengths: list[int], left: dict[int, int], room: int) -> list
 _MIN_SAVING = 1e-4
 
 
-def fuller_patterns(
-    patterns: list[Pattern],
-    values: np.ndarray,
-    counts: np.ndarray,
-    seq_lens: Sequence[int],
-    cap: int,
-) -> list[Pattern]:
-    """Returns the rows of best fit, or of `fullest_rows` if these are fuller.
-
-    Args:
-      patterns: the rows of best fit.
-      values: `[V]` distinct lengths, increasing, at most the last of `seq_lens`.
-      counts: `[V]` integers, the number of examples of each length.
-      seq_lens: the possible T of a row, increasing.
-      cap: the maximum number of slots in a row.
-    """
-    fewest = fewest_positions(values, counts, seq_lens)
-    other = functools.partial(fullest_rows, values, counts, seq_lens, cap)
-    return choose_fuller(patterns, other, positions, fewest)
-
-
 def choose_fuller(
-    patterns: list[Pattern],
-    other: Callable[[], list[Pattern] | None],
-    size: Callable[[list[Pattern]], int],
-    fewest: int,
+    patterns: list[Pattern], other: Callable[[], list[Pattern] | None], fewest: int
 ) -> list[Pattern]:
-    """Returns the given rows, or the rows of another packer if they are fewer.
+    """Returns the given rows, or those of another packer if they have fewer positions.
 
     Args:
       patterns: the given rows.
       other: the other packer, which returns None if it gives up.
-      size: the quantity to minimize, such as the number of rows.
-      fewest: a lower bound of `size`. The other packer is not run if the given rows are
-        already close to this bound.
+      fewest: a lower bound on the positions. The other packer is not run if the given
+        rows are already close to this bound.
     """
-    if size(patterns) <= fewest * (1 + _MIN_SAVING):
+    if positions(patterns) <= fewest * (1 + _MIN_SAVING):
         return patterns
     others = other()
-    return others if others and size(others) < size(patterns) else patterns
+    return others if others and positions(others) < positions(patterns) else patterns
 
 
 def fewest_positions(

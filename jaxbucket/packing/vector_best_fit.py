@@ -19,6 +19,8 @@ from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.permutation import permute
 from jaxbucket.packing.pattern import OpenRows, Pattern
 
+# The tree of rows stores several numbers for every token of a row.
+MAX_CAPACITY = 1 << 20
 # The rows that are tried for one example, from the tightest. With two sequences the
 # first one always fits, because the tree stores the room for both.
 _MAX_TRIED = 64
@@ -40,7 +42,14 @@ def fit_sequences(
       shapes: `[K, Q]` integers, the tokens of each sequence that a row can hold, by
         increasing sum.
       cap: the maximum number of slots in a row.
+
+    Raises:
+      ValueError: if a shape has more than 2**20 tokens of a sequence.
     """
+    if shapes.max() > MAX_CAPACITY:
+        raise ValueError(
+            f"`max_seq_len={shapes.max()}` exceeds {MAX_CAPACITY}. Use shorter rows."
+        )
     needed = (kinds[:, None] <= shapes).all(axis=2).argmax(axis=1)
     shares = kinds.astype(np.int64) * _WHOLE // shapes[needed]
     # The sequence with the most distinct lengths comes first, because few rows have the
@@ -68,18 +77,6 @@ def fit_sequences(
             rooms.put(fuller)
             left -= number * times
     return [rows.pattern() for rows in packed if rows.number]
-
-
-def row_shares(
-    kinds: np.ndarray, capacities: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the shares of a row that each kind fills, and the shares of a whole row.
-
-    These are `[V, Q]` and `[Q]` int64, a share for each sequence. Integers make the
-    results the same on every machine.
-    """
-    sizes = np.array(capacities, np.int64)
-    return kinds.astype(np.int64) * _WHOLE // sizes, np.full(len(sizes), _WHOLE)
 
 
 _Rows: TypeAlias = OpenRows[tuple[int, ...]]
@@ -191,7 +188,8 @@ def pooled_rows(
     if len(pending) > _MAX_EXAMPLES:
         return None
     pending = pending[permute(np.arange(len(pending)), len(pending), _SEED)]
-    shares, whole = row_shares(kinds, capacities)
+    # Integers make the results the same on every machine.
+    shares = kinds.astype(np.int64) * _WHOLE // np.array(capacities)
     weights = _weights(kinds, counts, capacities).tolist()
     # `[2 * Q, V]` and `[2 * Q, pool]`: each length and share is a contiguous row.
     table = np.ascontiguousarray(np.concatenate([kinds, shares], axis=1).T)
@@ -200,7 +198,7 @@ def pooled_rows(
     tokens = (counts @ kinds.astype(np.int64)).tolist()
     patterns = []
     while len(pool):
-        room, left = list(capacities), whole.tolist()
+        room, left = list(capacities), [_WHOLE] * len(capacities)
         row: list[int] = []
         while len(row) < cap and len(pool):
             index = _best_index(columns, room, left, weights)

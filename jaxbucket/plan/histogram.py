@@ -36,25 +36,6 @@ def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, counts[values]
 
 
-def grouped(
-    values: np.ndarray, counts: np.ndarray, most: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most `most` lengths with counts, by averaging neighboring lengths.
-
-    Each group consists of the same number of consecutive lengths. Its length is their
-    mean, weighted by the counts and rounded, and its count is the sum of the counts.
-
-    Example:
-      >>> grouped(np.array([1, 3, 8, 9]), np.array([3, 1, 1, 1]), most=2)
-      (array([2, 8]), array([4, 2]))
-    """
-    size = -(-len(values) // most)
-    starts = np.arange(0, len(values), size)
-    totals = np.add.reduceat(counts, starts)
-    means = np.rint(np.add.reduceat(values * counts, starts) / totals)
-    return means.astype(np.int64), totals
-
-
 def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
     """Returns the number of examples, or of chunks, of each bucket, `[K]` int64.
 

@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base.batch import Batch
+from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import CompileOptions, Program
-from jaxbucket.compile.mismatch import check_is_batch
 from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.scaling_rules import at_least_float32
 from jaxbucket.train.loss import Metrics

@@ -166,11 +166,13 @@ EXAMPLE = {
         (batch_of(**EXAMPLE), {"loss_weights": np.ones(3)}, "loss_weights"),
         (batch_of(**EXAMPLE), {"sequence": "x"}, "sequence"),
         (batch_of(**EXAMPLE), {"bos_token": 0.5}, "bos_token"),
-        (batch_of(**EXAMPLE), {"bos_token": 2**31}, "bos_token"),
         *(
-            (batch_of(x=[7, 3, 9], w=w), {"name": "x", "loss_weights": "w"}, name)
-            for w in ([-100, 1, 1], [0, 1, 3], [-1.0, 0.5, 1.0])
-            for name in ("loss_weights",)
+            (
+                batch_of(x=[7, 3], w=w),
+                {"name": "x", "loss_weights": "w"},
+                "loss_weights",
+            )
+            for w in ([0, 3], [-1.0, 0.5])
         ),
     ],
 )

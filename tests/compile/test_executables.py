@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState as FlaxTrainState
 
 import jaxbucket as jb
 
@@ -201,18 +200,6 @@ def test_static_data_of_a_result_is_that_of_the_new_run(tmp_path):
         assert (compiled, result.w, result.name) == (count, 4, name)
 
 
-def test_states_with_functions_are_saved(tmp_path):
-    def my_step(state, batch):
-        return state.apply_gradients(grads={"w": state.params["w"] * batch.num_tokens})
-
-    for count in (2, 0):
-        state = FlaxTrainState.create(
-            apply_fn=None, params={"w": np.ones(1, np.float32)}, tx=optax.sgd(0.1)
-        )
-        with jax.numpy_dtype_promotion("standard"):
-            assert start(tmp_path, my_step, state)[1] == count
-
-
 # Files
 
 
@@ -286,7 +273,7 @@ def misses(caplog):
     ("factor", "key", "why"),
     [
         (3.0, "b", "key ''; this job has key 'b'."),
-        (7.0, "", "their code or shapes differ."),
+        (7.0, "", "of a different code or of different shapes."),
     ],
 )
 def test_a_job_without_any_of_its_programs_says_why_once(
@@ -294,8 +281,7 @@ def test_a_job_without_any_of_its_programs_says_why_once(
 ):
     start(folder, make_step(factor), executables_key=key)
     (message,) = misses(caplog)
-    had = f"2 programs for 1 process, jax {jax.__version__}"
-    assert message.startswith(f"{folder} has none of this job's programs, only {had}")
+    assert message.startswith(f"{folder} has none of this job's programs, only 2 ")
     assert message.endswith(why)
     # Now they are there. Programs of other functions do not matter.
     start(folder, make_step(factor), executables_key=key)

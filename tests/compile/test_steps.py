@@ -6,7 +6,6 @@ import functools
 import io
 import json
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -114,55 +113,32 @@ def compiled():
         pytest.param(False, "shard_map", marks=exhaustive),
     ],
 )
-def test_a_train_step_is_compiled_once_per_bucket_over_two_epochs(ahead, mode):
+def test_steps_are_compiled_once_per_bucket_over_two_epochs(ahead, mode):
     source, plan, mesh = small_setup()
     schedule = jb.BatchSchedule(plan, source.lengths)
-    loss = TracedLoss()
+    losses = TracedLoss(), TracedLoss()
     with jb.compile.count_compiles() as compiles:
-        step = jb.make_train_step(loss, TX, mesh, mode=mode)
+        train = jb.make_train_step(losses[0], TX, mesh, mode=mode)
+        evaluate = jb.make_eval_step(losses[1], mesh, mode=mode)
         state = new_state(mesh)
         if ahead:
             specs = jb.sharding.batch_specs(plan, source[0], mesh)
-            step = jb.compile_steps(step, state, specs, progress=False)
+            train, evaluate = (
+                jb.compile_steps(step, state, specs, progress=False)
+                for step in (train, evaluate)
+            )
         dataset = jb.batch_dataset(source, schedule, num_steps=2 * len(schedule))
         for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
-            state, _ = step(state, batch)
+            evaluate(state, batch)
+            state, _ = train(state, batch)
     assert state.step == 2 * len(schedule) > 2 * len(plan)
-    assert compiles["train_step"] == len(plan)
-    assert len(loss.traces) == len(plan)
-    assert set(loss.traces.values()) == {1}
+    assert compiles["train_step"] == compiles["eval_step"] == len(plan)
+    for loss in losses:
+        assert len(loss.traces) == len(plan) and set(loss.traces.values()) == {1}
 
 
-@pytest.mark.parametrize(
-    ("ahead", "mode"),
-    [
-        *((True, "jit"), (False, "shard_map")),
-        pytest.param(True, "shard_map", marks=exhaustive),
-        pytest.param(False, "jit", marks=exhaustive),
-    ],
-)
-def test_an_evaluation_step_is_compiled_once_per_bucket(ahead, mode):
-    source, plan, mesh = small_setup()
-    schedule = jb.BatchSchedule(plan, source.lengths, order="source")
-    loss = TracedLoss()
-    with jb.compile.count_compiles() as compiles:
-        step = jb.make_eval_step(loss, mesh, mode=mode)
-        state = new_state(mesh)
-        if ahead:
-            specs = jb.sharding.batch_specs(plan, source[0], mesh)
-            step = jb.compile_steps(step, state, specs, progress=False)
-        for _ in range(2):
-            dataset = jb.batch_dataset(source, schedule)
-            for batch in jb.sharding.prefetch_to_mesh(dataset, mesh):
-                step(state, batch)
-    assert compiles["eval_step"] == len(plan)
-    assert len(loss.traces) == len(plan)
-    assert set(loss.traces.values()) == {1}
-
-
-@pytest.mark.parametrize(
-    "seed", [3, *(pytest.param(seed, marks=exhaustive) for seed in range(3))]
-)
+@exhaustive
+@pytest.mark.parametrize("seed", range(4))
 def test_random_plans_compile_once_per_bucket(seed):
     rng = np.random.default_rng(seed)
     lengths = 1 + rng.geometric(0.02, 300).clip(max=200)
@@ -299,16 +275,6 @@ def test_custom_steps_are_compiled(jitted):
     assert first_state.is_deleted() == jitted
 
 
-def test_a_step_may_have_no_name(compiled):
-    _, plan, mesh, batches = compiled
-    source, _, _ = small_setup()
-    step = functools.partial(lambda scale, state, batch: scale * state, 3)
-    specs = jb.sharding.batch_specs(plan, source[0], mesh)
-    steps = jb.compile_steps(step, jb.sharding.replicate(np.int32(2), mesh), specs)
-    for batch in batches.values():
-        assert steps(jb.sharding.replicate(np.int32(2), mesh), batch) == 6
-
-
 def test_buckets_run_their_own_executable(compiled):
     steps, _, mesh, batches = compiled
     state = jb.sharding.replicate(np.float32(2), mesh)
@@ -355,15 +321,7 @@ def test_steps_are_a_mapping_from_bucket_to_executable(compiled):
         assert isinstance(steps[bucket], jax.stages.Compiled)
         assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
     assert len({id(executable) for executable in steps.values()}) == 3
-
-
-def test_a_bucket_outside_the_plan_is_not_a_key(compiled):
-    steps, _, _, _ = compiled
-    other = jb.Bucket(1, 1)
-    assert other not in steps
-    assert steps.get(other) is None
-    with pytest.raises(KeyError):
-        steps[other]
+    assert steps.get(jb.Bucket(1, 1)) is None
 
 
 # Refused batches
@@ -439,41 +397,6 @@ def test_count_compiles_stops_when_the_block_fails():
     assert compiles["fivefold"] == 1
 
 
-def clear():
-    jax.monitoring.clear_event_listeners()
-
-
-def clear_in_a_thread():
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(clear).result()
-
-
-def clear_during_an_event():
-    """As a listener of another library, in the middle of a compilation."""
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda *args, **details: clear()
-    )
-    jax.jit(lambda x: x - 7)(np.zeros(2, np.float32))
-
-
-CLEARS = [clear, clear_in_a_thread, clear_during_an_event]
-
-
-@pytest.mark.parametrize("clear_all", CLEARS)
-def test_compilations_are_counted_after_another_library_clears_listeners(clear_all):
-    def sixfold(x):
-        return 6 * x
-
-    with jb.compile.count_compiles() as outer:
-        jax.jit(sixfold)(np.zeros(2, np.float32))
-        with jb.compile.count_compiles() as inner:
-            clear_all()
-            jax.jit(sixfold)(np.zeros(3, np.float32))
-        jax.jit(sixfold)(np.zeros(4, np.float32))
-    jax.jit(sixfold)(np.zeros(5, np.float32))
-    assert (outer["sixfold"], inner["sixfold"]) == (3, 1)
-
-
 # Concurrent compilation
 
 
@@ -535,38 +458,24 @@ def test_an_error_names_its_bucket():
 
 
 FIRST = small_specs()[SMALL.buckets[0]]
-REFUSED = {
-    "step_fn": {"step_fn": 3},
-    r"state\['w'\]": {"state": {"w": jax.ShapeDtypeStruct((), jnp.float32)}},
-    "state": {"state": object()},
-    "specs": {"specs": {}},
-    "specs` has": {"specs": dict.fromkeys(SMALL.buckets, SMALL)},
-    r"specs\[\[": {"specs": dict.fromkeys(SMALL.buckets, FIRST)},
-    "workers": {"workers": 0},
-    "executables": {"executables": "gs://bucket/folder"},
-    "unplanned": {"unplanned": "ignore"},
-}
+REFUSED = [
+    ("state", {"state": {"w": jax.ShapeDtypeStruct((), jnp.float32)}}),
+    ("specs", {"specs": {}}),
+    ("specs", {"specs": dict.fromkeys(SMALL.buckets, SMALL)}),
+    ("specs", {"specs": dict.fromkeys(SMALL.buckets, FIRST)}),
+    ("workers", {"workers": 0}),
+    ("executables", {"executables": "gs://bucket/folder"}),
+    ("unplanned", {"unplanned": "ignore"}),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_arguments_are_refused(name):
+@pytest.mark.parametrize(("name", "given"), REFUSED)
+def test_invalid_arguments_are_refused(name, given):
     step, order = traced_step()
     arguments = {"step_fn": step, "state": small_state(), "specs": small_specs()}
     with pytest.raises(ValueError, match=f"`{name}"):
-        jb.compile_steps(**(arguments | REFUSED[name]))
+        jb.compile_steps(**(arguments | given))
     assert not order
-
-
-def test_a_batch_may_be_a_keyword_argument():
-    def loss(params, batch, rng):
-        tokens = batch.num_tokens.astype(jnp.float32)
-        return params["w"] * tokens, tokens
-
-    mesh = jb.data_mesh(jax.devices()[:1])
-    tx = optax.sgd(0.1)
-    state = jb.create_state({"w": jnp.ones(())}, tx, mesh)
-    step = jb.make_train_step(loss, tx, mesh)
-    state, _ = step(state, batch=small_batch(SMALL.buckets[0]))
 
 
 # Different states
@@ -649,31 +558,10 @@ def test_unplanned_jit_compiles_a_program_for_the_batch():
     assert compiles["slow"] == 1
 
 
-@pytest.mark.exhaustive
-def test_a_pmap_step_called_directly_follows_the_settings_of_jax():
-    def loss_fn(params, batch, keys):
-        bits = jnp.finfo(jnp.zeros(()).dtype).bits
-        return params["w"] * bits, batch.num_tokens
-
-    step = jb.make_train_step(loss_fn, TX, ONE, mode="pmap")
-
-    def loss():
-        state = jb.create_state({"w": 1.0}, TX, ONE)
-        return float(step(state, small_batch(SMALL.buckets[0]))[1]["loss_sum"])
-
-    assert loss() == 32
-    with jax.enable_x64(True):
-        assert loss() == 64
-    # The first program is still cached.
-    with jb.compile.count_compiles() as compiles:
-        assert loss() == 32
-    assert not compiles["train_step"]
-
-
 # Reports
 
 
-def test_the_report_has_seconds_bytes_and_operations():
+def test_the_report_has_seconds_and_bytes():
     def matmul_step(state, batch):
         x = batch.features["x"]
 
@@ -691,7 +579,6 @@ def test_the_report_has_seconds_bytes_and_operations():
         steps = jb.compile_steps(jax.jit(matmul_step, donate_argnums=0), first, one)
         (program,) = steps.report.programs
         b, t = bucket.batch_size, bucket.seq_len
-        assert program.flops == 7 * 2 * (2 * b * t * 5)
         # float32 features and weights, int32 ids and positions (unused ones left out).
         assert program.argument_bytes in range(
             4 * b * t + 20 * t, 12 * b * t + 20 * t + 1
@@ -701,93 +588,10 @@ def test_the_report_has_seconds_bytes_and_operations():
         assert program.trace_seconds > 0 and program.compile_seconds > 0
         assert steps.seconds[bucket] == program.seconds
         (as_json,) = json.loads(steps.report.to_json())
-        assert as_json["flops"] == program.flops
         assert as_json["label"] == str(bucket)
         text = io.StringIO()
         Console(file=text, width=120).print(steps.report)
         assert f"matmul_step {bucket}" in text.getvalue()
-
-
-def test_operations_of_all_devices_are_counted_in_all_modes():
-    mesh = jb.data_mesh(jax.devices()[:2])
-    plan = jb.BucketPlan.from_shapes([(8, 4)])
-    specs = jb.sharding.batch_specs(plan, {"x": np.ones((3, 6), np.float32)}, mesh)
-
-    def loss(params, batch, keys):
-        return (batch.features["x"] @ params["w"]).sum(), batch.num_tokens
-
-    flops = {}
-    for mode in ("jit", "shard_map"):
-        tx = optax.sgd(0.1)
-        state = jb.create_state({"w": jnp.ones((6, 3))}, tx, mesh)
-        step = jb.make_train_step(loss, tx, mesh, mode=mode)
-        (program,) = jb.compile_steps(step, state, specs).report.programs
-        flops[mode] = program.flops
-    forward = 2 * 8 * 4 * 6 * 3
-    # The gradient of the weights doubles the operations.
-    assert flops == {"jit": 2 * forward, "shard_map": 2 * forward}
-
-
-def traced(fn, *args):
-    return jax.jit(fn).trace(*args).jaxpr
-
-
-MATRIX = jnp.ones((4, 4))
-PRODUCT = 2 * 4**3
-OPERATIONS = {
-    "a product": (lambda x: x @ x, PRODUCT),
-    "none": (lambda x: x + x, 0),
-    "a batch of products": (
-        lambda x: jax.vmap(lambda y: x @ y)(jnp.ones((3, 4, 4))),
-        3 * PRODUCT,
-    ),
-    "inside of jit": (lambda x: jax.jit(lambda y: y @ y)(x), PRODUCT),
-    "nested loops": (
-        lambda x: jax.lax.fori_loop(
-            0, 3, lambda _, y: jax.lax.fori_loop(0, 5, lambda _, z: z @ x, y), x
-        ),
-        15 * PRODUCT,
-    ),
-    "a loop of unknown length": (
-        lambda x: jax.lax.while_loop(lambda y: y.sum() < 1e9, lambda y: y @ x, x),
-        PRODUCT,
-    ),
-    "branches": (
-        lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y @ y, lambda y: y, x),
-        2 * PRODUCT,
-    ),
-    "rematerialization": (
-        lambda x: jax.grad(lambda y: jax.checkpoint(lambda z: jnp.sin(z @ x))(y).sum())(
-            x
-        ),
-        3 * PRODUCT,
-    ),
-    "custom derivatives": (lambda x: jax.nn.relu(x @ x), PRODUCT),
-    "a convolution": (
-        lambda x: jax.lax.conv(
-            jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2)), (1, 1), "VALID"
-        ),
-        2 * (2 * 5 * 7 * 7) * (3 * 2 * 2),
-    ),
-    "a convolution in groups": (
-        lambda x: jax.lax.conv_general_dilated(
-            jnp.ones((2, 6, 8)),
-            jnp.ones((4, 3, 2)),
-            (1,),
-            "VALID",
-            feature_group_count=2,
-        ),
-        2 * (2 * 4 * 7) * (3 * 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_are_counted(name):
-    from jaxbucket.compile.report import count_flops
-
-    fn, want = OPERATIONS[name]
-    assert count_flops(traced(fn, MATRIX)) == want
 
 
 # jax's own cache

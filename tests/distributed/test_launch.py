@@ -128,21 +128,3 @@ def test_processes_end_if_the_launcher_is_killed():
     run.kill()
     run.communicate(timeout=60)
     assert_all_end(children)
-
-
-def test_processes_are_asked_to_end_if_nobody_reads_the_output():
-    chatty = "import os; print(os.getpid(), flush=True)\nwhile True: print('x' * 999)"
-    run = launch(chatty, "-n", 2)
-    children = pids(run, 1)
-    with run:
-        assert run.stdout is not None
-        run.stdout.close()
-        assert run.wait(timeout=60) == 128 + signal.SIGTERM
-    assert_all_end(children)
-
-
-def test_a_program_that_does_not_exist_is_refused():
-    command = [sys.executable, str(LAUNCH), "-n", "2", "--", "no-such-program"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "`no-such-program` is not an executable program" in run.stderr

@@ -4,8 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import types
-from typing import Any, cast
 
 import pytest
 
@@ -67,13 +65,6 @@ def test_a_skipped_or_repeated_step_is_refused(step):
         else:
             with pytest.raises(ValueError, match=f"`step={step}` follows step 4"):
                 stop.before(step)
-
-
-def test_several_processes_need_the_preemption_service():
-    several = cast(Any, types.SimpleNamespace(count=2))
-    message = "Set `jax_enable_preemption_service` to True"
-    with pytest.raises(ValueError, match=message), jb.StopRequest(several):
-        pass
 
 
 # The loops start at the step of a resumed run, and are up to two steps apart.
@@ -155,21 +146,3 @@ def test_a_request_around_the_first_step_is_not_lost(launch, seed):
 @pytest.mark.exhaustive
 def test_a_request_in_the_last_step_is_known_to_all_processes(launch):
     assert stopping_step(launch, "SIGINT", 1, last=561) == 560
-
-
-@pytest.mark.exhaustive
-def test_real_processes_need_the_preemption_service(launch):
-    code = """
-import jax
-import jaxbucket as jb
-jax.config.update("jax_enable_preemption_service", False)
-with jb.Processes(timeout=4) as processes:
-    try:
-        with jb.StopRequest(processes):
-            pass
-    except ValueError as error:
-        record(error)
-"""
-    run = launch(code)
-    for index in range(2):
-        assert "Set `jax_enable_preemption_service` to True" in run.recorded(index)[0]

@@ -13,7 +13,6 @@ import pytest
 import jaxbucket as jb
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"))
-from records import bucket_stats
 
 END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 
@@ -68,31 +67,6 @@ def test_every_step_is_recorded_once_with_its_own_numbers(live):
     assert sum(shown) == 12 * 32
 
 
-def test_the_time_of_a_step_is_that_of_its_bucket(live):
-    seconds = {jb.Bucket(1, 4): 0.01, jb.Bucket(1, 8): 0.15}
-
-    @jax.jit
-    def step(batch: jb.Batch):
-        def wait(tokens):
-            time.sleep(seconds[jb.Bucket(1, tokens.shape[1])])
-            return np.float32(1)
-
-        shape = jax.ShapeDtypeStruct((), np.float32)
-        done = jax.pure_callback(wait, shape, batch.features["x"])
-        return {name: x * done for name, x in metrics_of(batch).items()} | {
-            "weight": batch.num_tokens
-        }
-
-    placed = {bucket: on_mesh(make_batch(bucket)) for bucket in seconds}
-    with jax.numpy_dtype_promotion("standard"):
-        for batch in placed.values():
-            jax.block_until_ready(step(batch))
-        order = [*seconds, *seconds, *reversed(seconds), *seconds]
-        log = train(live, [placed[bucket] for bucket in order], step)
-    stats = bucket_stats(log.records)
-    assert stats[0].seconds_per_step < 0.1 < stats[1].seconds_per_step
-
-
 def test_evaluation_between_steps_does_not_count_as_training(live):
     clock = live.Clock(5.0)
     clock.start()
@@ -107,16 +81,6 @@ def test_evaluation_between_steps_does_not_count_as_training(live):
             assert log.seconds == before >= 5
         log.add(batch, metrics_of(batch))
     assert log.records[1].seconds < 0.3
-
-
-def test_a_timed_run_ends_when_its_time_is_up(live):
-    clock = live.Clock()
-    clock.start()
-    options = {"num_steps": None, "seconds": 0.2}
-    with live.TrainingLog(clock, **options) as log:
-        assert log.done < 1
-        time.sleep(0.25)
-        assert log.done == 1
 
 
 def digest_of(live, batches, first=0, before="0"):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jaxbucket as jb
 
@@ -59,21 +58,6 @@ def test_dynamic_batches_keep_the_budget_and_hold_every_document(
     assert sorted(seen) == list(range(len(documents)))
 
 
-def test_dynamic_batches_differ_by_epoch_and_seed(policies, documents):
-    limits = policies.Limits(512, 64, 1)
-
-    def first(seed, size=400):
-        seen = []
-        for batch in policies.dynamic(documents, limits, seed):
-            seen += names(batch)
-            if len(seen) >= size:
-                return seen
-
-    assert first(0) == first(0)
-    assert first(0)[:300] != first(1)[:300]
-    assert first(0)[:100] != first(0)[300:400]
-
-
 def test_grain_packs_whole_documents(policies, documents):
     limits = policies.Limits(512, 128, 4)
     bucket = jb.Bucket(4, 128)
@@ -101,35 +85,6 @@ def test_grain_packs_whole_documents(policies, documents):
                     tokens[row][segment_mask], documents[name]["tokens"]
                 )
     assert len(seen) > 100
-
-
-@pytest.mark.exhaustive
-def test_packed_documents_do_not_attend_to_each_other(policies, documents):
-    """The loss of every byte is that of the document alone in a row."""
-    transformer = importlib.import_module("transformer")
-    with jax.numpy_dtype_promotion("standard"):
-        model = transformer.Transformer(32, 2, 0.0, nnx.Rngs(0))
-        limits = policies.Limits(512, 128, 4)
-        packed = policies.grain_pack(documents, jb.Bucket(4, 128), limits, seed=0)
-        batch = next(iter(packed))
-        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        # The first byte of a document is predicted from `BEGIN`, not its neighbor.
-        tokens = jb.next_tokens(batch, "tokens", bos_token=transformer.BEGIN).inputs
-        assert (tokens[positions == 0] == transformer.BEGIN).all()
-        logits = model(jnp.asarray(tokens), jnp.asarray(positions), None, ids)
-        compared = 0
-        for row in range(4):
-            for segment in range(1, ids[row].max() + 1):
-                segment_mask = ids[row] == segment
-                # Attention is causal, so all documents may have one shape.
-                alone = np.zeros((1, 128), np.int32)
-                alone[0, : segment_mask.sum()] = tokens[row][segment_mask]
-                alone = model(jnp.asarray(alone), jnp.arange(128)[None], None)
-                np.testing.assert_allclose(
-                    logits[row][segment_mask], alone[0, : segment_mask.sum()], atol=2e-5
-                )
-                compared += segment > 1
-        assert compared > 4
 
 
 def test_the_time_to_compile_is_recorded_once_per_shape(policies):

@@ -307,13 +307,6 @@ def test_a_run_that_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
     assert re.fullmatch(rf"run\.py: .*{message}.*", ends[case])
 
 
-def test_a_refused_run_has_exit_status_1(folder, stopped):
-    run = start(folder, "--checkpoint", stopped)
-    _, error = run.communicate(timeout=600)
-    assert run.returncode == 1
-    assert re.fullmatch(r"run\.py: .*Continue it with `--resume`.*\n", error)
-
-
 def resume(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
     run = start(
         *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),

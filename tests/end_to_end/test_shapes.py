@@ -135,19 +135,6 @@ def test_options_that_do_not_go_together_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "cost"),
-    [("", "tokens"), ("--num-buckets auto", "time"), ("--cost time", "time")],
-)
-def test_plans_are_by_tokens_unless_the_number_of_shapes_is_auto(
-    monkeypatch, options, cost
-):
-    monkeypatch.syspath_prepend(RUN.parent)
-    parse = importlib.import_module("options").parse_arguments
-    monkeypatch.setattr(sys, "argv", ["run.py", *options.split()])
-    assert parse().cost == cost
-
-
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(RUN.parent)
@@ -205,10 +192,6 @@ def test_a_timed_run_uses_the_plan_that_fits_the_most_epochs(shapes, seconds):
     # Up to the rounding of the number of epochs.
     assert epochs[len(planned.plan)] > max(epochs.values()) * 0.98
     assert epochs_of(planned) == pytest.approx(epochs[len(planned.plan)], rel=0.06)
-
-
-def test_a_run_without_time_has_one_shape(shapes):
-    assert len(by_time(shapes, seconds=0.1).plan) == 1
 
 
 def unmeasured(some):

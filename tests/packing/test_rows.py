@@ -23,10 +23,9 @@ from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import positions
 from jaxbucket.packing.row_choice import log_variance, separation
 from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
-from jaxbucket.plan.histogram import grouped, value_counts
+from jaxbucket.plan.histogram import value_counts
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows
-from jaxbucket.testing import check_batches
 
 
 def seeds(quick, count):
@@ -177,9 +176,8 @@ def test_a_real_dataset_needs_no_more_rows_than_best_fit(real_lengths):
 @pytest.mark.parametrize(
     ("name", "lengths", "max_seq_len"),
     [
-        ("max_seq_len", [3, 9], [4, 8]),
-        *(("lengths", x, 8) for x in ([], [3, 0], [3.5], [float("nan")])),
-        *(("max_seq_len", [3], x) for x in (0, [8, 4], [], 2.5, 2**40, {4, 8})),
+        *(("lengths", x, [4, 8]) for x in ([], [3, 0], [3.5], [3, 9])),
+        *(("max_seq_len", [3], x) for x in (0, [], 2.5)),
     ],
 )
 def test_invalid_arguments_of_pack_are_refused(name, lengths, max_seq_len):
@@ -246,12 +244,6 @@ def test_a_slot_takes_each_example_of_its_length_equally_often():
     for epoch in range(800):
         counts[np.arange(8), schedule[epoch].rows[:, 0]] += 1
     assert np.abs(counts - 100).max() < 45
-
-
-def test_packed_batches_match_golden_rows():
-    lengths = np.random.default_rng(0).integers(1, 60, 500)
-    rows = packed_schedule(lengths, 64, rows=2, seed=7, order="shuffled")[11].rows
-    assert rows.tolist() == [[191, 425, 96, -1], [57, 70, -1, -1]]
 
 
 def test_the_report_counts_rows_and_examples():
@@ -478,21 +470,16 @@ def test_auto_chooses_the_cheaper_rows():
     assert loaded["report"]["packed_examples"] == 600
 
 
-def test_unusual_costs_and_budgets_are_supported():
-    rng = np.random.default_rng(0)
-    # A budget that allows no batch of short rows, and a cost that is only quadratic.
-    lengths = rng.integers(1, 1000, 2000)
-    budget = {"batch_size_multiple": 8, "cost_fn": QUADRATIC}
+def test_a_budget_may_allow_no_batch_of_short_rows():
+    lengths = np.random.default_rng(0).integers(1, 1000, 2000)
     result = jb.plan_packing(
-        lengths, max_tokens=lambda t: 16 * t if t > 64 else 4 * t, **budget
-    )
-    assert result.plan.boundaries.min() > 64
-    jb.plan_packing(
         lengths,
-        max_tokens=8192,
+        max_tokens=lambda t: 16 * t if t > 64 else 4 * t,
+        batch_size_multiple=8,
         cost_fn=lambda b, t: float(b * t * t),
         block_sparse=True,
     )
+    assert result.plan.boundaries.min() > 64
 
 
 def test_rows_longer_than_the_longest_example_are_tried():
@@ -635,23 +622,6 @@ def test_unbatch_returns_the_packed_examples(seed):
     assert sum(int(batch.num_examples) for batch in batches) == len(source)
 
 
-def test_a_packed_loader_passes_check_batches():
-    lengths = np.random.default_rng(1).integers(1, 30, 90)
-    source = make_examples(lengths)
-    schedule = packed_schedule(lengths, [16, 64], rows=4)
-
-    def loader(host, start_step):
-        shard = jb.data.RowShard((host,), 2)
-        return jb.batch_dataset(
-            source, schedule, shard=shard, start_step=start_step, sequences=SEQUENCES
-        )
-
-    promises = {"buckets": schedule.plan.buckets, "max_tokens": 256, "num_hosts": 2}
-    check_batches(loader, num_examples=90, **promises)
-    with pytest.raises(AssertionError, match=r"1 examples \(90\) are in no row"):
-        check_batches(loader, num_examples=91, **promises)
-
-
 def test_resuming_works_at_every_step_and_refuses_a_different_packing():
     lengths = np.random.default_rng(2).integers(1, 30, 100)
     source = make_examples(lengths)
@@ -688,21 +658,22 @@ def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize(
-    ("rows", "options", "message"),
+    ("rows", "max_segments", "name"),
     [
-        ([[0, 1, 2]], {"max_segments": 2}, "Row 0 has 3 examples, more than `max_segm"),
-        ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
-        ([0], {"max_segments": 2}, "Row 0 is a dict. With `max_segments`, pass a"),
-        ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
-        ([], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
-        ([[]], {"max_segments": 1}, "All rows are empty. Pass `like=`"),
+        ([[0, 1, 2]], 2, "max_segments"),
+        ([[0, 1]], 2, "seq_len=8"),
+        ([0], 2, "max_segments"),
+        ([], 0, "max_segments"),
+        ([[]], 1, "like="),
     ],
 )
-def test_invalid_packed_rows_are_refused(rows, options, message):
+def test_invalid_packed_rows_are_refused(rows, max_segments, name):
     source = make_examples([5, 4, 1])
     given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
-    with pytest.raises(ValueError, match=message):
-        jb.data.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
+    with pytest.raises(ValueError, match=f"`{name}"):
+        jb.data.collate_rows(
+            given, Bucket(1, 8), sequences=SEQUENCES, max_segments=max_segments
+        )
 
 
 def test_errors_name_the_example_that_changed():
@@ -793,20 +764,6 @@ def test_packed_and_padded_rows_have_the_same_loss_and_gradients(causal, per):
     assert jnp.isfinite(result[0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_independent_of_neighbors_in_the_row(causal):
-    rows = [[{"tokens": np.arange(1, 5)}, {"tokens": np.arange(5, 8)}]]
-    other = [[rows[0][0], {"tokens": np.array([90, 91, 92])}]]
-    logits = []
-    for given in (rows, other):
-        batch = jb.data.collate_rows(given, Bucket(1, 8), max_segments=2)
-        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        mask = jb.attention.attention_mask(ids, positions if causal else None)
-        tokens = jnp.asarray(batch.features["tokens"])
-        logits.append(jax.jit(attend)(make_params(), tokens, positions, mask)[0, :4])
-    np.testing.assert_array_equal(*logits)
-
-
 @jax.jit
 def sequence_weights(batch, where):
     return jb.attention.token_weights(batch, "sequence", where=where)
@@ -833,34 +790,3 @@ def test_token_weights_agree_with_a_loop(seed):
     )
     with pytest.raises(ValueError, match="`per='row'`"):
         jb.attention.token_weights(batch, "row")  # pyright: ignore
-
-
-@pytest.mark.parametrize(
-    "cost_fn",
-    [None, pytest.param(jb.plan.TransformerCost(64, 2), marks=pytest.mark.exhaustive)],
-)
-def test_the_search_groups_many_distinct_lengths(cost_fn, monkeypatch):
-    numbers_packed = []
-
-    def counted(values, *options):
-        numbers_packed.append(len(values))
-        return best_fit(values, *options)
-
-    monkeypatch.setattr("jaxbucket.packing.row_search.best_fit", counted)
-    lengths = np.random.default_rng(0).permutation(np.arange(1, 8001))
-    options = {"max_tokens": 80_000, "num_buckets": 4, "cost_fn": cost_fn}
-    result = jb.plan_packing(lengths, **options)
-    # Packing all lengths for every choice would take 28 * 8000 and 92 * 8000.
-    assert sum(numbers_packed) < 40 * 8000
-    assert result.epoch_costs["packed"] <= result.epoch_costs["packed in one T"]
-    assert result.packing is not None
-    assert result.packing.row_lengths.sum() == lengths.sum()
-
-
-def test_grouped_lengths_preserve_examples_and_approximate_tokens():
-    rng = np.random.default_rng(0)
-    values, counts = value_counts(rng.integers(1, 5000, 20_000))
-    means, together = grouped(values, counts, 300)
-    assert len(means) <= 300 and np.all(np.diff(means) > 0)
-    assert together.sum() == 20_000
-    assert means @ together == pytest.approx(values @ counts, rel=1e-3)
