@@ -20,7 +20,12 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice, check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.executables import Executables
-from jaxbucket.compile.report import CompileReport, ProgramReport, memory_of
+from jaxbucket.compile.report import (
+    CompileReport,
+    ProgramReport,
+    count_flops,
+    memory_of,
+)
 from jaxbucket.compile.xla_cache import without_xla_cache
 
 # A bucket, or the name of a phase that all buckets share.
@@ -136,10 +141,16 @@ class Build:
             return
         with self._noting_failure(program):
             start = time.perf_counter()
-            lowered = program.fn.lower(*program.args)
-            seconds = time.perf_counter() - start
+            if hasattr(program.fn, "trace"):
+                traced = program.fn.trace(*program.args)
+                lowered, flops = traced.lower(), count_flops(traced.jaxpr)
+            else:
+                lowered, flops = program.fn.lower(*program.args), None
             report = ProgramReport(
-                program.name, str(program.label), trace_seconds=seconds
+                program.name,
+                str(program.label),
+                trace_seconds=time.perf_counter() - start,
+                flops=flops,
             )
             path = loaded = None
             if self._files is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
     jax's compilation cache, because a step waits for these as well. All functions of
     `jax.pmap` have the name `_fun`.
 
+    It warns if another library has removed all listeners within the block.
+
     Yields:
       Name -> number of compilations of functions of that name so far, in any thread.
     """
@@ -45,6 +48,11 @@ def count_compiles() -> Iterator[collections.Counter[str]]:
     try:
         yield compiles
     finally:
-        # Another library may have removed all listeners.
-        with contextlib.suppress(AssertionError, ValueError):
+        try:
             jax.monitoring.unregister_event_duration_listener(receive)
+        except (AssertionError, ValueError):
+            warnings.warn(
+                "Another library has removed the listeners of jax's events, so that "
+                "later compilations were not counted.",
+                stacklevel=3,
+            )
