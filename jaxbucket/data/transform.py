@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from jaxbucket.data.example import Example, copy_features
-from jaxbucket.schedule.example_draws import example_rng
 
 # (example, random generator) -> transformed example.
 Transform: TypeAlias = Callable[[dict[str, np.ndarray], np.random.Generator], Example]
@@ -60,37 +59,3 @@ def apply_transform(
             "example, even if it is modified in place."
         )
     return transformed
-
-
-class StreamTransform(NamedTuple):
-    """A transform of the examples of one stream.
-
-    Attributes:
-      transform: the function, or None.
-      seed: seed of its random numbers.
-      part: first part of the rows that this process fills. It separates the streams of
-        different processes.
-      worker: first step of this worker. It separates the workers of a process, each of
-        which reads a share of the stream.
-    """
-
-    transform: Transform | None
-    seed: int
-    part: int = 0
-    worker: int = 0
-
-    def apply(self, example: Example, epoch: int, number: int) -> Example:
-        """Returns the transformed example.
-
-        Args:
-          example: the example as it was read.
-          epoch: the epoch of the stream.
-          number: index of the example in the epoch.
-
-        Raises:
-          ValueError: under the same conditions as `apply_transform`.
-        """
-        if self.transform is None:
-            return example
-        rng = example_rng(self.seed, self.part, epoch, number, self.worker)
-        return apply_transform(self.transform, example, rng)

@@ -7,9 +7,7 @@ one of the shapes of a plan.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +18,6 @@ import numpy as np
 from jaxbucket.base.batch import Batch, RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
-from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
@@ -247,10 +244,10 @@ class StreamDataset(grain.IterDataset[Batch]):
             )
         return copy_features(example)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """32 hex digits of everything that batches depend on, except the stream."""
-        return digest(json.dumps(self._run.config(), sort_keys=True).encode())
+        return self._run.fingerprint
 
     def position(self, step: int) -> DataPosition:
         """Returns the position that processes compare and that checkpoints hold.
@@ -261,25 +258,4 @@ class StreamDataset(grain.IterDataset[Batch]):
         Args:
           step: the next step.
         """
-        # The plan of the next step may change until this step is done.
-        phase = self._run.phase_at(max(step - 1, 0))
-        plan = {**json.loads(phase.plan.to_json()), "fingerprint": phase.fingerprint}
-        sample = phase.sample
-        data = {"lengths": "unknown", "fingerprint": digest(b"")}
-        if sample is not None:
-            data = {
-                "lengths": len(sample),
-                "tokens": int(sample.sum(dtype=np.int64)),
-                "fingerprint": digest(np.ascontiguousarray(sample, "<i8").data),
-            }
-        return DataPosition(
-            step,
-            {name: plan[name] for name in plan if name not in ("format", "version")},
-            data,
-            {
-                **self._run.config(before=step),
-                "later": self._run.plans(max(step, 1), float("inf")),
-                "processes": self._run.num_processes,
-                "fingerprint": self.fingerprint,
-            },
-        )
+        return self._run.position(step)

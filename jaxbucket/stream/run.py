@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -22,12 +23,12 @@ from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
     check_positive,
-    with_article,
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.reports.epoch import row_lengths
@@ -92,16 +93,7 @@ class StreamRun:
                 object.__setattr__(self, name, check_positive(argument, value))
         # Checks the plans and the sequences.
         self.examples.listed_sequences(self.phases[0].plan.sequences)
-        self._check_processes()
-
-    def _check_processes(self) -> None:
-        if self.processes is not None and not hasattr(self.processes, "gather"):
-            raise ValueError(
-                f"`processes={self.processes!r}` has no `gather` method. Pass the "
-                "`Processes` of the run."
-            )
-        is_alone = self.has_all_rows or self.processes is not None
-        if not is_alone and self.num_steps is None:
+        if self.num_processes is None and self.num_steps is None:
             raise ValueError(
                 "`processes` is missing. This process has only a part of the rows and "
                 "cannot see when the streams of the others end. Pass the `Processes` "
@@ -194,6 +186,38 @@ class StreamRun:
             "plans": self.plans(0, max(before, 1)),
         }
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of everything that batches depend on, except the stream."""
+        return digest(json.dumps(self.config(), sort_keys=True).encode())
+
+    def position(self, step: int, **options: Any) -> DataPosition:
+        """Returns the position before a step.
+
+        Args:
+          step: the next step.
+          options: what the batches before it also depend on in this process.
+        """
+        # The plan of the next step may change until this step is done.
+        phase = self.phase_at(max(step - 1, 0))
+        plan = {**json.loads(phase.plan.to_json()), "fingerprint": phase.fingerprint}
+        data = {"lengths": "unknown", "fingerprint": digest(b"")}
+        if phase.sample is not None:
+            data = {
+                "lengths": len(phase.sample),
+                "tokens": int(phase.sample.sum(dtype=np.int64)),
+                "fingerprint": digest(np.ascontiguousarray(phase.sample, "<i8").data),
+            }
+        schedule = {
+            **self.config(before=step),
+            **options,
+            "later": self.plans(max(step, 1), math.inf),
+            "processes": self.num_processes,
+            "fingerprint": self.fingerprint,
+        }
+        plan = {name: plan[name] for name in plan if name not in ("format", "version")}
+        return DataPosition(step, plan, data, schedule)
+
     def plans(self, start: float, end: float) -> str:
         """Returns a description of the plans that begin within a range of steps."""
         return ", ".join(
@@ -217,14 +241,11 @@ def _make_phases(
       ValueError: if plans, lengths and options do not fit together.
     """
     plans = _by_step(plan)
-    if not all(isinstance(x, BucketPlan) for x in plans.values()):
-        kinds = ", ".join(with_article(x) for x in plans.values())
+    if 0 not in plans or not all(isinstance(x, BucketPlan) for x in plans.values()):
+        kinds = {step: type(value).__name__ for step, value in plans.items()}
         raise ValueError(
-            f"`plan` is {kinds}, not a `BucketPlan`. Make one with `plan_buckets`."
-        )
-    if 0 not in plans:
-        raise ValueError(
-            f"`plan` has the first steps {sorted(plans)}. Include a plan for step 0."
+            f"`plan` has {kinds} by first steps. Pass a `BucketPlan`, or a dict "
+            "`{first step: plan}` that includes step 0."
         )
     samples = _by_step(lengths)
     if len(samples) == 1 and 0 in samples:

@@ -265,21 +265,20 @@ LENGTHS, PLAN, _ = make_case(35, size=60, multiple=2)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"pool_size": 101}, "pool size is 100 in process 0, 101 in 1"),
-        ({"num_steps": 9}, "num steps is None in process 0, 9 in 1"),
-        ({"lengths": [3] * 60}, "plans is .* in process 0, .* in 1"),
-        ({"seed": 5}, "seed is 0 in process 0, 5 in 1"),
-        ({"pad_value": np.nan}, "pad value is 0 in process 0, nan in 1"),
-        ({"index": np.int64}, "int32.* in process 0, .*int64.* in 1"),
+        ({"pool_size": 101}, "pool size 100 -> 101"),
+        ({"num_steps": 9}, "num steps None -> 9"),
+        ({"lengths": [3] * 60}, "plans .* -> "),
+        ({"seed": 5}, "seed 0 -> 5"),
+        ({"pad_value": np.nan}, "pad value 0 -> nan"),
+        ({"index": np.int64}, "feature index int32.* -> int64"),
         ({"first": 0, "parts": (0,)}, r"have the same rows, \[0\], but different"),
-        ({"first": 0}, "begin with the same 60 examples"),
-        ({"step": 2}, "step is 0 in process 0, 2 in 1"),
+        ({"first": 0}, "the same 60 examples"),
     ],
 )
 def test_hosts_that_differ_are_refused(changes, match):
     threads = Threads(2)
 
-    def host(index, first=100, parts=None, step=0, dtype=np.int32, **changes):
+    def host(index, first=100, parts=None, dtype=np.int32, **changes):
         offset = first if index else 0
         cut = 1 if parts else 0
         examples = stream(LENGTHS[cut * index :], offset)
@@ -289,14 +288,8 @@ def test_hosts_that_differ_are_refused(changes, match):
         )
         options = {"pool_size": 100, "lengths": LENGTHS, **changes}
         shard = jb.data.RowShard(parts or (index,), 2)
-        iterator = iter(
-            jb.stream_batches(
-                examples, PLAN, shard=shard, processes=threads.of(index), **options
-            )
-        )
-        if step:
-            iterator.set_state({**iterator.get_state(), "step": step})
-        return iterator
+        options |= {"shard": shard, "processes": threads.of(index)}
+        return iter(jb.stream_batches(examples, PLAN, **options))
 
     if "index" in changes:
         changes = {"dtype": changes["index"]}
@@ -314,7 +307,7 @@ def test_hosts_that_resume_at_different_steps_are_refused():
     drive(before, 25)
     for host, loaded, step in zip(after, before, (20, 22), strict=True):
         host.set_state(loaded.state_before(step))
-    each_refuses(after, "step is 20 in process 0, 22 in 1")
+    each_refuses(after, "step 20 -> 22")
 
 
 def test_a_stream_is_not_resumed_by_another_number_of_processes():
@@ -327,5 +320,5 @@ def test_a_stream_is_not_resumed_by_another_number_of_processes():
     of_two = jb.stream_batches(stream(lengths), plan, **options)
     with pytest.raises(ValueError, match="read by 2 processes, and now by 1"):
         of_two.position(3).check_same(of_one.position(3))
-    with pytest.raises(ValueError, match="parts 1 -> 2.* only with the same number"):
+    with pytest.raises(ValueError, match="read by 1 processes, and now by 2"):
         iter(of_two).set_state(iter(of_one).get_state())

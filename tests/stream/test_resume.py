@@ -84,7 +84,7 @@ def test_a_state_is_small_json():
         next(iterator)
     state = iterator.get_state()
     assert len(state["pending"].split()) <= 100
-    assert len(json.dumps(state)) < 100 * 4 + 1000
+    assert len(json.dumps(state)) < 100 * 4 + 3000
     rest = list(iterator)
     again = iter(dataset)
     again.set_state(through_json(state))
@@ -135,7 +135,9 @@ def test_few_examples_are_read_again_even_if_a_length_is_rare():
     for _ in range(100):
         next(host)
         states.append(host.get_state())
-    assert all(x["read"] - x["counts"]["read"] < 18 * 32 for x in states)
+    assert all(
+        x["counts"]["read"] - x["snapshot"]["counts"]["read"] < 600 for x in states
+    )
     assert len(host._reader._snapshots) < 200
 
 
@@ -200,7 +202,7 @@ def test_the_number_of_epochs_may_change_until_the_stream_has_ended():
     # Each state is that after a step.
     for step, state in enumerate(states, 1):
         after = iterator(2)
-        if not state["ended"]:
+        if not state["counts"]["ended"]:
             after.set_state(state)
             assert_same(list(after), expected[step:])
             num_resumed += 1
@@ -374,6 +376,6 @@ def test_an_interrupt_never_loses_examples_silently(options):
         after = iter(dataset)
         after.set_state(state)
         # The interrupt may come when the step is complete, but not yet returned.
-        start = 2 if state["step"] == 2 else 3
+        start = json.loads(state["position"])["step"]
         assert_same(steps_of(after), whole[start:])
     assert lines > 23 and num_lost < lines // 23
