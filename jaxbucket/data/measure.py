@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, cast, overload
@@ -12,13 +11,8 @@ import numpy as np
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Sequences
+from jaxbucket.data.example_spec import axis_labels, check_not_nested, length_function
 from jaxbucket.data.measure_pass import Measurement, Pass
-from jaxbucket.data.sequence_axes import (
-    axis_labels,
-    check_not_nested,
-    example_length,
-    length_functions,
-)
 from jaxbucket.data.source import Source
 from jaxbucket.data.spans import check_sequences
 from jaxbucket.data.token_source import TokenSource
@@ -249,7 +243,10 @@ def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, 
     """
     if isinstance(sequences, Mapping):
         check_sequence_names("sequences", sequences)
-        functions: dict[Any, Any] = {**length_functions(sequences)}
+        axis_labels(sequences)
+        functions: dict[Any, Any] = {
+            x: length_function(sequences, x) for x in sequences
+        }
         given = {} if length_fn is None else _by_name("length_fn", length_fn)
         if not given.keys() <= functions.keys():
             raise ValueError(
@@ -267,7 +264,7 @@ def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, 
                 "features of each, or remove `sequences`."
             )
     if length_fn is None:
-        length_fn = functools.partial(example_length, sequences=sequences)
+        length_fn = length_function(sequences)
     return _by_name("length_fn", length_fn)
 
 

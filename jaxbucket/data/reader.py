@@ -17,7 +17,7 @@ from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences, copy_features
-from jaxbucket.data.sequence_axes import axis_labels, example_lengths
+from jaxbucket.data.example_spec import axis_labels, example_lengths
 from jaxbucket.data.source import (
     Source,
     check_length,

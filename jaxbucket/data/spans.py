@@ -13,16 +13,8 @@ from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive, che
 from jaxbucket.base.digest import digest
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.data.example import (
-    as_arrays,
-    listed_names,
-    matching_arrays,
-)
-from jaxbucket.data.sequence_axes import (
-    SequenceAxes,
-    sequence_axes,
-    sequence_lengths,
-)
+from jaxbucket.data.example import listed_names
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.data.source import (
     Source,
     check_index,
@@ -87,29 +79,29 @@ class SpanSource:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = check_index(self, index)
         first = int(self.examples[index])
-        arrays, names = self._read(first)
+        spec = self._read(first)
+        arrays, names = spec.arrays, spec.axes
         if self._counts is None:
             start = int(self._starts[index])
             span = slice(start, start + int(self.lengths[index]))
             return {x: y[span] if x in names else y for x, y in arrays.items()}
         parts = [arrays]
         for number in range(first + 1, first + int(self._counts[index])):
-            others, axes = self._read(number)
+            others = self._read(number)
             with Noting(f"This is `source[{number}]`, joined with `source[{first}]`."):
-                parts.append(matching_arrays(others, arrays, axes, number))
+                parts.append(spec.match(others.arrays))
         return {name: np.concatenate([x[name] for x in parts]) for name in names}
 
-    def _read(self, index: int) -> tuple[dict[str, np.ndarray], SequenceAxes]:
-        """Returns an entire example as arrays, and which are its sequences."""
+    def _read(self, index: int) -> ExampleSpec:
+        """Returns an entire example, with its sequences."""
         done = "split" if self._counts is None else "joined"
         with Noting(f"This is `source[{index}]`, before it was {done}."):
-            arrays = as_arrays(self._source[index])
-            axes = sequence_axes(arrays, self.sequences)
-            (length,) = sequence_lengths(arrays, axes).values()
+            spec = ExampleSpec(self._source[index], self.sequences)
+            (length,) = spec.lengths(spec.arrays).values()
             check_length(index, length, int(self._known[index]))
             if self._counts is not None:
-                _check_only_sequences(sorted(arrays.keys() - axes.keys()))
-        return arrays, axes
+                _check_only_sequences(sorted(spec.arrays.keys() - spec.axes.keys()))
+        return spec
 
     @functools.cached_property
     def fingerprint(self) -> str:

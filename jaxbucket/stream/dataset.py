@@ -23,8 +23,8 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, copy_features
+from jaxbucket.data.example_spec import check_not_nested
 from jaxbucket.data.measure import unnamed
-from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.stream.examples import EpochDataset, ExampleStream, as_stream
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.overlong import LengthLimits
@@ -179,8 +179,8 @@ def sample_lengths(
     if isinstance(examples.sequences, Mapping):
         check_sequence_names("sequences", examples.sequences)
         names = sorted(examples.sequences)
-    sequences = examples.listed_sequences(names)
-    reader = StreamReader(examples, LengthLimits.unlimited(names, sequences))
+    limits = LengthLimits.unlimited(names, examples.sequences)
+    reader = StreamReader(examples, limits)
     lengths = []
     first: list[Example] = []
     while len(lengths) < num_examples and (read := reader.read()):

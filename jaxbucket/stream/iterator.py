@@ -201,7 +201,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             collate_rows,
             bucket=Bucket(num_rows, phase.plan.buckets[bucket].seq_len),
             like=self._feature_template(),
-            sequences=run.examples.listed_sequences(phase.plan.sequences),
+            sequences=run.examples.sequences,
             pad_value=run.examples.pad_value,
             max_segments=run.max_segments,
         )

@@ -92,7 +92,7 @@ class StreamRun:
                 # Python's integers, for JSON.
                 object.__setattr__(self, name, check_positive(argument, value))
         # Checks the plans and the sequences.
-        self.examples.listed_sequences(self.phases[0].plan.sequences)
+        self.examples.config(self.phases[0].plan.sequences)
         if self.num_processes is None and self.num_steps is None:
             raise ValueError(
                 "`processes` is missing. This process has only a part of the rows and "
@@ -148,10 +148,9 @@ class StreamRun:
     def new_reader(self) -> StreamReader:
         """Returns a reader at the start of the stream."""
         plan, examples = self.phases[0].plan, self.examples
-        sequences = examples.listed_sequences(plan.sequences)
         return StreamReader(
             examples=examples,
-            limits=LengthLimits.of_plan(plan, sequences),
+            limits=LengthLimits.of_plan(plan, examples.sequences),
             part=self.shard.parts[0],
             snapshot_every=max(1, self.pool_size // _SNAPSHOTS_PER_POOL),
             # A process's share may be empty, but an empty stream must not be repeated

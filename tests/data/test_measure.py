@@ -271,7 +271,6 @@ def test_the_rarity_of_tokens_needs_one_sum_and_one_pass():
         [{"x": [1], "y": [1, 2]}],
         [[1, 2]],
         [{"x": [[1], [1, 2]]}],
-        [{"x": [{"role": "user"}]}],
         [{"x": np.zeros((1, 7))}, {"x": np.zeros((1, 9))}],
     ],
 )

@@ -194,26 +194,18 @@ def tokens(*lengths: int) -> list[dict]:
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ([], "`examples` is empty"),
-        (tokens(3, 0), "Row 1 .*empty"),
-        ([*tokens(3), {"tokens": np.ones(3)}], "Row 1: feature 'tokens' is float64"),
-        ([*tokens(3), {"other": np.ones(3)}], r"Row 1 has features \['other'\]"),
-        ([{"a/b": np.ones(2)}], "Feature 'a/b' cannot be stored as a file"),
-        ([{"offsets": np.ones(2)}], "Feature 'offsets' cannot be stored as a file"),
-        ([{"x": np.array(["a", None], object)}], "Feature 'x' is object, which"),
-        ([{"x": np.ones(2, "M8[s]")}], r"Feature 'x' is datetime64\[s\], which"),
-        ([{"x": np.ones(2, ml_dtypes.bfloat16)}], "'x' is bfloat16, .*cannot store it"),
-        (
-            [{"x": np.ones(2, ml_dtypes.float8_e5m2)}],
-            "'x' is float8_e5m2, .*cannot store",
-        ),
-        ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4, .*store its bits"),
-        (
-            [{"x": np.broadcast_to(np.uint8(0), 2**31)}],
-            "Row 0 has length 2147483648, beyond 2147483647. Split it",
-        ),
-        ([{"label": np.int32(1)}], r"has no sequence feature among \['label'\]"),
-        ([[1, 2]], "The example is a list, not a dict of arrays"),
+        ([], "`examples`"),
+        (tokens(3, 0), "`sequences`[^$]*example 1"),
+        ([*tokens(3), {"tokens": np.ones(3)}], "'tokens': 'float64[^$]*example 1"),
+        ([*tokens(3), {"other": np.ones(3)}], "'other'[^$]*example 1"),
+        ([{"a/b": np.ones(2)}], "'a/b'"),
+        ([{"offsets": np.ones(2)}], "'offsets'"),
+        ([{"x": np.array(["a", None], object)}], "'x' is object"),
+        ([{"x": np.ones(2, "M8[s]")}], "'x' is datetime64"),
+        ([{"x": np.ones(2, ml_dtypes.bfloat16)}], "'x' is bfloat16"),
+        ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4"),
+        ([{"label": np.int32(1)}], "`sequences`"),
+        ([[1, 2]], "not a dict"),
     ],
 )
 def test_examples_that_cannot_be_written_leave_no_files(tmp_path, examples, message):
