@@ -687,24 +687,6 @@ def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Pat
     assert num_examples == 2 * len(source)
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "message"),
-    [
-        ([[0, 1, 2]], {"max_segments": 2}, "Row 0 has 3 examples, more than `max_segm"),
-        ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
-        ([0], {"max_segments": 2}, "Row 0 is a dict. With `max_segments`, pass a"),
-        ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
-        ([], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
-        ([[]], {"max_segments": 1}, "All rows are empty. Pass `like=`"),
-    ],
-)
-def test_invalid_packed_rows_are_refused(rows, options, message):
-    source = make_examples([5, 4, 1])
-    given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
-    with pytest.raises(ValueError, match=message):
-        jb.data.collate_rows(given, Bucket(1, 8), sequences=SEQUENCES, **options)
-
-
 def test_errors_name_the_example_that_changed():
     lengths = np.array([3, 5, 2])
     source = make_examples(lengths)
