@@ -89,19 +89,14 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
       ['tokens']
 
     Raises:
-      ValueError: if a name is repeated, or `sequences` is a mapping.
+      ValueError: if `sequences` is a mapping.
     """
     if isinstance(sequences, Mapping):
         raise ValueError(
             f"`sequences={dict(sequences)}` names several sequences, which requires "
             "a plan with a T for each. Pass a list of names for a single sequence."
         )
-    names = [sequences] if isinstance(sequences, str) else list(sequences)
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"`sequences={names}` repeats a feature. Name each feature once."
-        )
-    return names
+    return [sequences] if isinstance(sequences, str) else list(sequences)
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:

@@ -241,31 +241,23 @@ def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, 
     Raises:
       ValueError: if `length_fn` and `sequences` do not fit together.
     """
+    given = {} if length_fn is None else _by_name("length_fn", length_fn)
+    functions: dict[Any, Any] = {}
     if isinstance(sequences, Mapping):
         check_sequence_names("sequences", sequences)
         axis_labels(sequences)
-        functions: dict[Any, Any] = {
-            x: length_function(sequences, x) for x in sequences
-        }
-        given = {} if length_fn is None else _by_name("length_fn", length_fn)
-        if not given.keys() <= functions.keys():
-            raise ValueError(
-                f"`length_fn={length_fn!r}` does not fit `sequences`, which names "
-                f"{list(sequences)}. Pass a mapping from some of these names to "
-                "functions."
-            )
-        return dict(sorted({**functions, **given}.items()))
-    if isinstance(length_fn, Mapping):
+        functions = {name: length_function(sequences, name) for name in sequences}
+    elif length_fn is None:
+        functions = {None: length_function(sequences)}
+    elif isinstance(length_fn, Mapping):
         check_sequence_names("length_fn", length_fn)
-        if sequences is not None:
-            raise ValueError(
-                f"`sequences={sequences!r}` names the features of one sequence, but "
-                f"`length_fn` measures {list(length_fn)}. Pass a mapping with the "
-                "features of each, or remove `sequences`."
-            )
-    if length_fn is None:
-        length_fn = length_function(sequences)
-    return _by_name("length_fn", length_fn)
+    known = functions or {None: None}
+    if sequences is not None and not given.keys() <= known.keys():
+        raise ValueError(
+            f"`length_fn={length_fn!r}` does not fit `sequences={sequences!r}`. With "
+            "several sequences, both are mappings with the same names."
+        )
+    return dict(sorted({**functions, **given}.items()))
 
 
 def _by_name(argument: str, functions: Any) -> dict[str | None, Any]:

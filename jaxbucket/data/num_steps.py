@@ -52,15 +52,9 @@ def check_steps(schedule: Schedule, start_step: int, end: RunEnd) -> int:
     """Returns the step at which a run ends.
 
     Raises:
-      ValueError: if `start_step` is negative or after the end of the run, or if the
-        end is beyond `sys.maxsize`.
+      ValueError: if `start_step` is negative or after the end of the run.
     """
     num_steps = end.step(schedule)
-    if num_steps > sys.maxsize:
-        raise ValueError(
-            f"The run ends at step {num_steps}, beyond {sys.maxsize}. Pass "
-            "`num_steps=math.inf` for a run without end."
-        )
     if not 0 <= start_step <= num_steps:
         raise ValueError(
             f"`start_step={start_step}` must be between 0 and the end of the run, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
 
@@ -184,12 +183,7 @@ class BatchDataset(grain.MapDataset[Batch]):
             return self.slice(index)
         if index < 0:
             raise IndexError(f"`index={index}` must not be negative.")
-        step = self._start_step + index
-        if step > sys.maxsize:
-            raise IndexError(
-                f"`index={index}` is step {step}, which is beyond {sys.maxsize}."
-            )
-        return self._reader.read(step)
+        return self._reader.read(self._start_step + index)
 
     def to_iter_dataset(self, *args: Any, **options: Any) -> BatchIterDataset:
         """Returns the batches as a `grain.IterDataset`, read in threads.

@@ -373,8 +373,8 @@ def _document_ends(documents: ArrayLike | None, num_examples: int) -> np.ndarray
     numbers = np.asarray(documents)
     if numbers.shape != (num_examples,) or numbers.dtype.kind not in "iu":
         raise ValueError(
-            f"`documents` is {numbers.dtype}{list(numbers.shape)}. Pass an integer for "
-            f"each of the {num_examples} examples, the number of its document."
+            f"`documents` is {numbers.dtype}{list(numbers.shape)}, not a number for "
+            f"each of the {num_examples} examples."
         )
     ends = np.append(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1, num_examples)
     return ends[np.searchsorted(ends, np.arange(num_examples), side="right")]

@@ -369,7 +369,6 @@ def _checked_rows(rows: Any, num_examples: int, bucket: Bucket) -> np.ndarray:
         if first >= EMPTY_ROW and last < num_examples and is_dense:
             return rows.astype(np.int64, copy=False)
     raise ValueError(
-        f"`rows` must be [{bucket.batch_size}] integers for {bucket}, from 0 to "
-        f"{num_examples - 1}, or -1 for an empty row; or [{bucket.batch_size}, "
-        f"max_segments] for packed rows, with -1 after the last example. It is {rows}."
+        f"`rows={rows}` must be {bucket.batch_size} integers below {num_examples}, -1 "
+        "for an empty row; or rows of integers with -1 after the last example."
     )

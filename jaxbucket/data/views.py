@@ -116,16 +116,11 @@ def zip_sources(sources: Sequence[TokenSource]) -> ZippedSource:
         have different numbers of examples, or they share a feature.
     """
     sources = list(sources)
-    if len(sources) < 2 or not all(isinstance(x, TokenSource) for x in sources):
-        kinds = [type(source).__name__ for source in sources]
+    sizes = [len(x) if isinstance(x, TokenSource) else None for x in sources]
+    if len(sources) < 2 or len(set(sizes)) > 1 or None in sizes:
         raise ValueError(
-            f"`sources` are {kinds}. Pass two or more token files "
-            "(`write_token_file`), or one source of examples with all features."
-        )
-    sizes = [len(source) for source in sources]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"`sources` have {sizes} examples. Pass sources with the same number."
+            f"`sources` are {sources}. Pass two or more token files with the same "
+            "number of examples, or one source of examples with all features."
         )
     features = [name for source in sources for name in source[0]]
     if repeated := sorted({x for x in features if features.count(x) > 1}):

@@ -12,8 +12,6 @@ import grain
 import numpy as np
 from absl import flags
 
-from jaxbucket.base.checks import check_integer
-
 _T = TypeVar("_T")
 _WORKER_DIED = "terminated unexpectedly"
 
@@ -57,13 +55,8 @@ def load_in_workers(
             f"`dataset` is a {type(dataset).__name__}, not a `grain.MapDataset`. Pass "
             "the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
         )
-    for name, value in (
-        ("num_workers", num_workers),
-        ("num_threads", num_threads),
-        ("buffer_size", buffer_size),
-    ):
-        if check_integer(name, value) < 0:
-            raise ValueError(f"`{name}={value}` must not be negative.")
+    if num_workers < 0:
+        raise ValueError(f"`num_workers={num_workers}` must not be negative.")
     return _load(dataset, num_workers, num_threads, buffer_size)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grain
 
 from jaxbucket.base.notes import Noting
-from jaxbucket.data.example import Example
+from jaxbucket.data.example import Example, copy_features
 from jaxbucket.data.transform import apply_transform
 from jaxbucket.schedule.example_draws import example_rng
 from jaxbucket.stream.examples import ExampleStream
@@ -180,7 +180,9 @@ class StreamReader:
             iterator = iter(self.examples.epoch_dataset(0))
             example: Any = next(iterator, _END)
             iterator.close()
-            return None if example is _END else self._transformed(example, 0, 0)
+            if example is _END:
+                return None
+            return copy_features(self._transformed(example, 0, 0))
 
     def _take_snapshot_if_due(self) -> None:
         last = self._snapshots[-1] if self._snapshots else None

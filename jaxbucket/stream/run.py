@@ -95,9 +95,8 @@ class StreamRun:
         self.examples.config(self.phases[0].plan.sequences)
         if self.num_processes is None and self.num_steps is None:
             raise ValueError(
-                "`processes` is missing. This process has only a part of the rows and "
-                "cannot see when the streams of the others end. Pass the `Processes` "
-                "of the run, or `num_steps`."
+                "`processes` is missing, so this process with a part of the rows "
+                "cannot see when other streams end. Pass it, or `num_steps`."
             )
 
     @functools.cached_property
@@ -287,23 +286,18 @@ def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
 def _make_phase(
     step: int, plan: BucketPlan, lengths: Lengths | None, run: StreamRun
 ) -> Phase:
-    if bool(plan.sequences) and run.max_segments is not None:
+    is_packed = run.max_segments is not None
+    if is_packed and plan.sequences or plan.packed and not is_packed:
         raise ValueError(
-            f"`max_segments_per_row={run.max_segments}` requires examples with one "
-            f"length, but the plan has the sequences {list(plan.sequences)}. Omit it, "
-            "to have one example per row."
-        )
-    if plan.packed and run.max_segments is None:
-        raise ValueError(
-            "`max_segments_per_row` is missing, and the plan is for packed rows. Pass "
-            "the largest number of examples in a row, or `plan.unpacked` to have one."
+            f"`max_segments_per_row={run.max_segments}` does not fit {plan}. Packed "
+            "rows have one length and a largest number of examples; pass it, or "
+            "`plan.unpacked`, to have one example per row."
         )
     rows = _local_rows(plan, run)
     if lengths is None and not run.has_all_rows:
         raise ValueError(
-            "`lengths` is missing. Several processes share a sequence of buckets that "
-            "is derived from the lengths that the plan was made for. Pass the same "
-            "lengths in all processes."
+            "`lengths` is missing, from which several processes derive the sequence "
+            "of buckets. Pass those of the plan, the same in all processes."
         )
     sample = sequence = None
     if lengths is not None:

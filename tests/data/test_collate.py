@@ -153,7 +153,6 @@ ROW_1 = r"[^$]*row 1"
         ([{"label": 5}], {}, "`sequences`"),
         ([X], {"sequences": []}, "`sequences`"),
         ([X], {"sequences": ["z"]}, "`sequences`"),
-        ([X], {"sequences": ["x", "x"]}, "`sequences="),
         ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "`sequences`"),
         ([X], {"truncate": "y"}, "`truncate`"),
         ([X], {"truncate": True, "truncate_left": True}, "`truncate`"),

@@ -326,7 +326,6 @@ def test_the_example_of_an_error_is_named():
             "sequences",
         ),
         (measure_lengths, {"length_fn": by_x, "cache": "cache"}, "cache_key"),
-        (measure_lengths, {"cache_key": {"x": "1"}, "cache": "cache"}, "cache_key"),
         (measure_lengths, {"processes": Group()}, "cache"),
         (measure_difficulty, {"difficulty_fn": {}}, "difficulty_fn"),
         (measure_difficulty, {"cache": "cache"}, "cache_key"),

@@ -209,8 +209,6 @@ def test_a_source_may_reuse_its_arrays():
         ({"start_step": 1.5}, "start_step=1.5"),
         ({"num_steps": 2.0}, "num_steps=2.0"),
         ({"num_steps": 5, "num_epochs": 1}, "num_steps=5"),
-        ({"num_steps": 10**30}, "num_steps=math.inf"),
-        ({"num_epochs": 2**61}, "num_steps=math.inf"),
         ({"num_epochs": 0}, "num_epochs=0"),
         ({"pad_value": "x"}, "pad_value='x'"),
         ({"transform": 3}, "transform"),
@@ -223,9 +221,7 @@ def test_invalid_arguments_are_refused(arguments, name):
 
 
 def test_an_invalid_index_is_refused():
-    with pytest.raises(IndexError, match="`index=10+` is step 10+, which is beyond"):
-        batch_dataset(*make_job())[10**25]
-    with pytest.raises(IndexError, match="`index=-1` must not be negative"):
+    with pytest.raises(IndexError, match="`index=-1`"):
         batch_dataset(*make_job())[-1]
 
 

@@ -133,7 +133,7 @@ def test_sequences_of_the_file_also_apply_to_examples_read_one_at_a_time(
         assert batch.features["meta"].shape == (2, max_segments, 3)
 
 
-def test_a_single_sequence_may_be_a_string_and_repeated_names_are_refused(tmp_path):
+def test_a_single_sequence_may_be_a_string(tmp_path):
     examples = tokens(3, 2, 4)
     file = write_token_file(tmp_path / "file", examples, sequences="tokens")
     assert file.sequences == ("tokens",)
@@ -141,13 +141,6 @@ def test_a_single_sequence_may_be_a_string_and_repeated_names_are_refused(tmp_pa
     assert len(split_source(file, 2, sequences="tokens")) == 5
     schedule = BatchSchedule(plan_buckets(file.lengths, max_tokens=12), file.lengths)
     assert len(batch_dataset(file, schedule, sequences="tokens")) == 3
-    message = r"`sequences=\['tokens', 'tokens'\]` repeats a feature"
-    for source in (file, examples):
-        with pytest.raises(ValueError, match=message):
-            measure_lengths(source, sequences=["tokens"] * 2, progress=False)
-    with pytest.raises(ValueError, match=message):
-        write_token_file(tmp_path / "twice", examples, sequences=["tokens"] * 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_pickled_file_is_mapped_again_in_another_process(path, examples):

@@ -17,7 +17,6 @@ from stream_cases import (
     indices_of,
     make_case,
     smallest_pool,
-    steps_of,
     stream,
     through_json,
 )
@@ -122,39 +121,6 @@ def test_hosts_that_do_not_meet_are_in_lockstep_until_num_steps(options):
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_draining_the_pools_costs_little_more_than_the_minimum(seed):
-    """The pools hold all examples, so the whole run drains them."""
-    lengths, plan, _ = make_case(seed + 90, size=60, multiple=2, longest=20)
-    at_hosts = drive(hosts_of(lengths, plan, [1, 2], 100))
-    padded = sum(batch.mask.size for micro in at_hosts[0] for batch in micro)
-    counts = [
-        np.bincount(plan.assign(part), minlength=len(plan))
-        for part in (lengths[:20], lengths[20:])
-    ]
-    # Only remainders move to longer buckets. Moving more rows may cost slightly less.
-    assert padded * 2 <= 1.02 * least_cost(plan, counts)
-
-
-def least_cost(plan, counts) -> int:
-    """Returns the least cost of batches that hold all examples, by trying all."""
-    needs = np.max([np.cumsum(x[::-1])[::-1] for x in counts], axis=0)
-    rows, costs = plan.batch_sizes // 2, plan.costs
-    # The least cost by the number of rows, from the longest bucket on.
-    best = {0: 0}
-    for k in reversed(range(len(plan))):
-        next_best: dict[int, int] = {}
-        for num_rows, cost in best.items():
-            fewest = max(0, -(-int(needs[k] - num_rows) // int(rows[k])))
-            for batches in range(fewest, -(-int(needs[0]) // int(rows[k])) + 1):
-                total = num_rows + batches * int(rows[k])
-                total_cost = cost + batches * int(costs[k])
-                if total_cost < next_best.get(total, total_cost + 1):
-                    next_best[total] = total_cost
-        best = next_best
-    return min(best.values())
-
-
 def test_buckets_without_pending_examples_are_skipped():
     """If all examples are long, short buckets are left out."""
     plan = jb.BucketPlan.from_shapes([(12, 3), (6, 7), (2, 15)])
@@ -246,15 +212,6 @@ def test_like_is_required_if_a_host_has_no_example():
         next(make(like=None, num_steps=3)[1])
     batch = next(make(like=Numbers(lengths)[3], num_steps=3)[1])
     assert batch.num_tokens == 0 and batch.features["tokens"].dtype == np.int32
-
-
-def test_a_single_process_ignores_processes():
-    lengths, plan, _ = make_case(38, size=50)
-    with jb.Processes() as processes:
-        dataset = jb.stream_batches(
-            stream(lengths), plan, pool_size=50, processes=processes
-        )
-        assert sorted(indices_of(steps_of(dataset))) == list(range(50))
 
 
 # Refusals

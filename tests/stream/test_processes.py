@@ -221,8 +221,8 @@ def test_processes_end_together_resume_and_report_errors(launch):
     assert end[0] == end[1] and end[0].startswith(f"end {len(steps[0])} "), run.output
     assert resumed == ("resumed True True",) * 2
     assert both == ("both True",) * 2
-    assert all("seed is 0 in process 0, 1 in 1" in text for text in rejected)
-    assert all("begin with the same 32 examples" in text for text in repeated)
+    assert all("seed 0 -> 1" in text for text in rejected)
+    assert all("the same 32 examples" in text for text in repeated)
     assert equal == ("equal True",) * 2
     assert buckets[0] == buckets[1] and mixed == ("mixed True True",) * 2
     # The other process does not wait for the failed stream.

@@ -254,15 +254,6 @@ def test_a_state_of_something_else_is_refused(state):
         iter(batches_of(stream([3]), PLAN, pool_size=8)).set_state(state)
 
 
-def test_positions_compare_options_but_not_streams():
-    given = {"pool_size": 16, "lengths": [3, 9, 9]}
-    one = jb.stream_batches(stream(np.array([3])), PLAN, **given)
-    same = jb.stream_batches(stream(np.array([4])), PLAN, **given)
-    assert one.position(3) == same.position(3) and one.fingerprint == same.fingerprint
-    fields = through_json(one.position(3).to_dict())
-    one.position(3).check_same(jb.data.DataPosition.from_dict(fields))
-
-
 # With a pool of 8, no example is pending after a step.
 @pytest.mark.parametrize("pool_size", [8, 40])
 @pytest.mark.parametrize("change", ["order", "contents", "lengths", "number"])
