@@ -15,8 +15,7 @@ from jaxbucket.base.files import complete
 from jaxbucket.base.notes import Noting
 from jaxbucket.data.example import Example
 from jaxbucket.data.example_spec import ExampleSpec
-from jaxbucket.data.token_file import TokenFile
-from jaxbucket.data.token_index import OFFSETS, array_path, write_index
+from jaxbucket.data.token_file import OFFSETS, TokenFile, array_path, write_index
 
 
 def write_token_file(
