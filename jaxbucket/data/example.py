@@ -31,8 +31,8 @@ def as_arrays(example: Example) -> dict[str, np.ndarray]:
     """
     if not isinstance(example, Mapping):
         raise ValueError(
-            f"The example is a {type(example).__name__}, not a dict of arrays. Pass "
-            'a dict, for example {"tokens": array}.'
+            f"The example is a {type(example).__name__}, not a dict of arrays, such "
+            'as {"tokens": array}.'
         )
     return {name: _as_array(name, value) for name, value in example.items()}
 
@@ -93,8 +93,8 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
     """
     if isinstance(sequences, Mapping):
         raise ValueError(
-            f"`sequences={dict(sequences)}` names several sequences, which requires "
-            "a plan with a T for each. Pass a list of names for a single sequence."
+            f"`sequences={dict(sequences)}` names several sequences, which need a T "
+            "for each. Pass a list of names for a single one."
         )
     return [sequences] if isinstance(sequences, str) else list(sequences)
 
@@ -105,6 +105,5 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
         if value.dtype.kind not in "biufcV":
             raise ValueError(
                 f"Feature {name!r} is {value.dtype}, but a batch contains only "
-                "numbers. Remove it, or encode it as numbers, for example times by "
-                '`x.astype("int64")`.'
+                "numbers. Remove it, or encode it as numbers."
             )

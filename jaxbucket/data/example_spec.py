@@ -95,9 +95,8 @@ class ExampleSpec:
             ]
             raise ValueError(
                 f"The example has the features {kinds[0]}, but others have {kinds[1]}. "
-                "Give all examples the same names, dtypes, and shapes after the "
-                "sequence axis, or name the features with such an axis in `sequences` "
-                "(in two sequences, if two axes differ in length)."
+                "Make them the same, or name features with a sequence axis in "
+                "`sequences` (in two sequences, if two axes differ in length)."
             )
         return arrays
 
@@ -159,8 +158,7 @@ def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -
             shapes = {x: list(value.shape) for x, value in arrays.items()}
             raise ValueError(
                 f"`sequences` lists {name!r}, but the features have the shapes "
-                f"{shapes}. List features of the shape [n, ...], with a leading axis "
-                "for each sequence that lists them."
+                f"{shapes}. Give it a leading axis for each sequence that lists it."
             )
 
 
@@ -170,9 +168,8 @@ def _length(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -> in
     if others or not length:
         sizes = {name: arrays[name].shape[axis] for name, axis in features.items()}
         raise ValueError(
-            f"The example has sequences of the lengths {sizes}. Remove it if it is "
-            "empty, for example with `jb.data.select`; else name the features that "
-            "share a length in `sequences`."
+            f"The example has sequences of the lengths {sizes}. Remove empty ones "
+            "(`jb.data.select`), or name those that share a length in `sequences`."
         )
     return length
 

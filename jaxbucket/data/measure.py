@@ -230,8 +230,7 @@ def _check_cache_key(
     if cache is not None and cache_key is None:
         raise ValueError(
             f"`cache_key` is missing: the cache cannot detect changes of `{argument}`. "
-            f'Pass a name for it, such as `cache_key="{argument}-1"`, and change it '
-            "whenever the function changes."
+            "Pass a name for it, and change it whenever the function changes."
         )
 
 

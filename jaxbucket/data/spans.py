@@ -339,17 +339,13 @@ def _known_lengths(source: Source, lengths: ArrayLike | None) -> np.ndarray:
     """Returns the `[N]` lengths of examples, as passed or as declared by the source."""
     declared = source.lengths if isinstance(source, Spans | TokenSource) else None
     given = declared if lengths is None else lengths
-    if given is None:
-        raise ValueError(
-            "`lengths` is missing, and the source does not provide lengths. Pass "
-            "`lengths=jb.measure_lengths(source)`."
-        )
-    known = check_lengths(given).astype(np.int32)
+    known = np.zeros(0, np.int32)
+    if given is not None:
+        known = check_lengths(given).astype(np.int32)
     if len(known) != len(source):
         raise ValueError(
             f"`lengths` has {len(known)} entries, but `source` has {len(source)} "
-            "examples. Pass the lengths of the examples before they are split or "
-            "joined."
+            "examples. Pass `lengths=jb.measure_lengths(source)`."
         )
     if declared is not None:
         check_measured(declared, known)
@@ -360,9 +356,8 @@ def _check_only_sequences(others: Sequence[str]) -> None:
     """Raises a ValueError if examples to be joined have other features."""
     if others:
         raise ValueError(
-            f"`source` has the features {others}, which are not sequences and would "
-            "have several values in a block. Remove them, or put the examples into "
-            "rows by `jb.packing.pack`, which keeps all values."
+            f"`source` has {others}, which would have several values in a block. "
+            "Remove these features, or pack rows (`jb.packing.pack`) instead."
         )
 
 

@@ -111,9 +111,8 @@ class _Column:
             )
         if dtype.kind not in "biufc" or not _is_numpy_dtype(dtype):
             raise ValueError(
-                f"Feature {name!r} is {dtype}, which is not one of numpy's numeric "
-                "dtypes, so a `.npy` file cannot store it. Convert it, for example to "
-                "float32 or int32, or store its bits as `x.view(np.uint16)`."
+                f"Feature {name!r} is {dtype}, which a `.npy` file cannot store. "
+                "Convert it to float32 or int32, or store its `x.view(np.uint16)`."
             )
         self._dtype = dtype
         self._shape = shape

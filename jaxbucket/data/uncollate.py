@@ -91,8 +91,7 @@ def _check_shapes(
     first = next(iter(ids.values()))
     if (most := int(first.max(initial=0))) > (max_segments or 1):
         raise ValueError(
-            f"`max_segments={max_segments}`, but a row has {most} examples. Pass the "
-            "`max_segments` that the rows were packed with."
+            f"`max_segments={max_segments}`, but a row has {most} examples."
         )
     shapes = {name: x.shape for name, x in features.items()}
     others = () if max_segments is None else (max_segments,)

@@ -47,7 +47,7 @@ def load_in_workers(
       An iterator over the elements.
 
     Raises:
-      ValueError: if a number is negative, or `dataset` is not a `grain.MapDataset`.
+      ValueError: if `num_workers` is negative, or `dataset` is no `grain.MapDataset`.
       RuntimeError: if a worker process dies.
     """
     if not isinstance(dataset, grain.MapDataset):
@@ -89,9 +89,7 @@ def _load(
         raise RuntimeError(
             f"A worker process died before element {number}: for lack of memory, or "
             "because the main script, which workers import, has no "
-            '`if __name__ == "__main__":` guard. Use fewer workers, or put the code '
-            f"that the script runs under the guard. The {number} elements before it "
-            "are valid."
+            '`if __name__ == "__main__":` guard. Use fewer workers, or add the guard.'
         ) from error
     finally:
         iterator.close()

@@ -250,8 +250,7 @@ def _make_phases(
         samples = dict.fromkeys(plans, samples[0])
     if samples.keys() != plans.keys():
         raise ValueError(
-            f"`lengths` has the steps {sorted(samples)}, but `plan` has "
-            f"{sorted(plans)}. Pass lengths for each plan, or the same for all plans."
+            f"`lengths` has the steps {sorted(samples)}, but `plan` {sorted(plans)}."
         )
     for step in plans:
         _check_later_plan(step, plans[step], plans[0])
@@ -277,9 +276,9 @@ def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
         and fits(before, after).any(axis=1).all()
     ):
         raise ValueError(
-            f"`plan[{step}]` does not hold the same examples as the first plan, some "
-            "of which are pending. Plan with the same sequences, `overlong` and "
-            "`max_seq_len`, and append the longest T of the first plan to the lengths."
+            f"`plan[{step}]` does not hold the examples of the first plan. Plan with "
+            "the same sequences, `overlong` and `max_seq_len`, and append the longest "
+            "T of the first plan to the lengths."
         )
 
 
@@ -321,7 +320,6 @@ def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
         of_batches = f" of {batches} batches" if batches > 1 else ""
         raise ValueError(
             f"`pool_size={run.pool_size}` is smaller than the {needed} rows"
-            f"{of_batches} of bucket {plan.buckets[rows.index(max(rows))]}. Raise it "
-            "to a few times this number."
+            f"{of_batches} of a bucket. Raise it to a few times this number."
         )
     return rows

@@ -97,11 +97,6 @@ def test_a_vector_is_stacked_if_sequences_are_named():
     assert set(batch.segment_ids) == {"x"}
 
 
-def test_a_single_name_may_be_a_string():
-    batch = collate_rows([{"x": [1], "v": [1, 2]}], Bucket(1, 2), sequences="x")
-    assert batch.features["v"].tolist() == [[1, 2]]
-
-
 def test_long_examples_are_truncated_on_request():
     rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
     for options, kept in (
@@ -113,14 +108,6 @@ def test_long_examples_are_truncated_on_request():
         assert batch.features["x"].tolist() == [kept, [0, 1, 0]]
         assert batch.positions["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
         assert batch.num_tokens == 5
-
-
-def test_features_of_an_empty_batch_come_from_like():
-    batch = collate_rows([], Bucket(2, 3), like={"x": np.zeros((1, 4), np.float16)})
-    assert batch.features["x"].shape == (2, 3, 4)
-    assert batch.features["x"].dtype == np.float16
-    assert batch.num_examples == 0
-    assert unbatch(batch) == []
 
 
 def test_batches_do_not_share_memory_with_examples():

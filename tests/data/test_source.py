@@ -47,17 +47,6 @@ def from_bytes(record: bytes) -> dict:
         return {name: arrays[name] for name in arrays.files}
 
 
-def test_batches_from_a_grain_source():
-    class CustomSource(grain.sources.RandomAccessDataSource):
-        def __len__(self):
-            return len(EXAMPLES)
-
-        def __getitem__(self, index):
-            return EXAMPLES[index]
-
-    assert_same(batches(CustomSource()), batches(EXAMPLES))
-
-
 def test_batches_from_a_map_dataset():
     dataset = grain.MapDataset.source(list(map(to_bytes, EXAMPLES))).map(from_bytes)
     assert_same(batches(dataset), batches(EXAMPLES))
@@ -86,16 +75,6 @@ def as_python(example: dict) -> dict:
 
 def test_batches_from_rows_of_lists():
     assert_same(batches(Rows(EXAMPLES)), batches(list(map(as_python, EXAMPLES))))
-
-
-def test_batches_from_a_hugging_face_dataset():
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([Rows(EXAMPLES)[i] for i in range(len(EXAMPLES))])
-    assert_same(batches(rows), batches(list(map(as_python, EXAMPLES))))
-    # In its format that returns arrays.
-    arrays = batches(rows.with_format("numpy"))
-    for a, b in zip(arrays, batches(EXAMPLES), strict=True):
-        np.testing.assert_array_equal(a.features["tokens"], b.features["tokens"])
 
 
 class Broken(list):
