@@ -236,13 +236,8 @@ class StreamDataset(grain.IterDataset[Batch]):
           ValueError: if the stream is empty and `like` was not given.
           Exception: any error of the stream.
         """
-        example = self._run.examples.like or self._run.new_reader().first_example()
-        if example is None:
-            raise ValueError(
-                "`like` is missing. The stream has no example, so the features of its "
-                "batches are not known. Pass `ExampleStream(dataset, like=example)`."
-            )
-        return copy_features(example)
+        like = self._run.examples.like
+        return copy_features(like or self._run.new_reader().first_example())
 
     @property
     def fingerprint(self) -> str:

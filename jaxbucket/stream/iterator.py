@@ -216,15 +216,8 @@ class StreamIterator(grain.DatasetIterator[Batch]):
     def _feature_template(self) -> Example:
         """Returns an example with the features of all batches, including empty ones."""
         if self._template is None:
-            self._template = self._reader.first_example()
-        if self._template is None:
-            self._template = example_from_specs(self._lockstep.features)
-        if self._template is None:
-            raise ValueError(
-                "`like` is missing. The stream of this process has no example, so the "
-                "features of its empty rows are not known. Pass "
-                "`ExampleStream(dataset, like=example)`."
-            )
+            of_others = example_from_specs(self._lockstep.features)
+            self._template = self._reader.first_example(of_others)
         return self._template
 
     def get_state(self) -> dict[str, Any]:

@@ -174,15 +174,29 @@ class StreamReader:
         self._epoch_index = 0
         self._epoch_has_example = False
 
-    def first_example(self) -> Example | None:
-        """Reads the first example by a new iterator; returns None if there is none."""
+    def first_example(self, default: Example | None = None) -> Example:
+        """Reads the first example by a new iterator.
+
+        Args:
+          default: the result if there is no example.
+
+        Raises:
+          ValueError: if there is neither an example nor a default.
+          Exception: any error of the stream, with a note that names the example.
+        """
         with Noting(_NOTE.format(0, 0)):
             iterator = iter(self.examples.epoch_dataset(0))
             example: Any = next(iterator, _END)
             iterator.close()
-            if example is _END:
-                return None
-            return copy_features(self._transformed(example, 0, 0))
+            if example is not _END:
+                return copy_features(self._transformed(example, 0, 0))
+        if default is None:
+            raise ValueError(
+                "`like` is missing. The stream of this process has no example, so the "
+                "features of its empty rows are not known. Pass "
+                "`ExampleStream(dataset, like=example)`."
+            )
+        return default
 
     def _take_snapshot_if_due(self) -> None:
         last = self._snapshots[-1] if self._snapshots else None
