@@ -346,12 +346,6 @@ def test_a_sample_of_arrays_with_an_axis_too_many_is_refused(sequences):
         jb.stream.sample_lengths(examples, 2)
 
 
-def test_a_plan_of_few_lengths_is_noticed():
-    plan = jb.plan_buckets([4, 4, 4, 8], max_tokens=512)
-    with pytest.warns(UserWarning, match="plan with `sample=True`"):
-        jb.stream_batches(stream(np.array([3])), plan, pool_size=8)
-
-
 PLAN = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
 LONGER = jb.BucketPlan((jb.Bucket(1, 32),), max_tokens=32)
 HALF = {"shard": jb.data.RowShard((0,), 2)}
