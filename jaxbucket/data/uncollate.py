@@ -100,6 +100,7 @@ def _check_shapes(
         expected = (len(first), *sizes)
         if shapes.get(name, ())[: len(expected)] != expected:
             raise ValueError(
-                f"`sequences={list(axes)}`, so {name!r} must be a feature of shape "
-                f"{[*expected, '...']}. The batch has {shapes}."
+                f"With `sequences={list(axes)}` and `max_segments={max_segments}`, "
+                f"{name!r} must be a feature of shape {[*expected, '...']}. The batch "
+                f"has {shapes}."
             )
