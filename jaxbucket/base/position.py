@@ -112,7 +112,9 @@ class DataPosition:
             )
         remedies = ["Restore the previous settings, or save to a different folder."]
         if "plans" in _changes("schedule", self.schedule, other.schedule):
-            remedies.append(later_change("plan"))
+            remedies.append(
+                "To change the plan at a later step, pass `plan={0: old, step: new}`."
+            )
         raise ValueError(
             f"Cannot resume at step {self.step}, because the plan, the lengths or the "
             f"options have changed (saved -> now): {'; '.join(changes)}. "
@@ -141,17 +143,24 @@ class DataPosition:
         return [*texts, buckets] if buckets else texts
 
 
-def _changes(
+def entry_changes(
     part: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns a description of each changed entry in one part of a position."""
-    changes = {
+    """Returns a description of each changed entry, without the fingerprints."""
+    return {
         name: f"{part} {name.replace('_', ' ')} "
         f"{old.get(name, 'absent')} -> {new.get(name, 'absent')}"
         for name in {**old, **new}
         if name not in (_FINGERPRINT, _LATER)
-        and not is_same(old.get(name), new.get(name))
+        and not _is_same(old.get(name), new.get(name))
     }
+
+
+def _changes(
+    part: str, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns a description of each changed entry in one part of a position."""
+    changes = entry_changes(part, old, new)
     # The fingerprint of the schedule is computed from the other two and from its own
     # entries, so it adds no information.
     before, after = old[_FINGERPRINT], new[_FINGERPRINT]
@@ -160,15 +169,7 @@ def _changes(
     return changes
 
 
-def later_change(argument: str) -> str:
-    """Returns the remedy for an argument that may change only at later steps."""
-    return (
-        f"To change the {argument} at a later step, pass "
-        f"`{argument}={{0: old, step: new}}`."
-    )
-
-
-def is_same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     """Returns whether two values are equal or have the same JSON, like two NaNs."""
     try:
         if a == b:

@@ -58,11 +58,6 @@ class BatchIterator(grain.DatasetIterator[Any]):
 
     def _check(self, position: Any, index: int) -> None:
         """Raises a ValueError unless a state is that of the same run."""
-        if position is None:
-            raise ValueError(
-                "The state has no position: it is of another dataset, or of an earlier "
-                "version of jaxbucket. Pass `start_step` to `batch_dataset` instead."
-            )
         saved, first = DataPosition.from_dict(position), self._first()
         dataclasses.replace(saved, step=saved.step + index).check_same(first)
         if saved.step != first.step:

@@ -9,26 +9,16 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_positive
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.sizes import Sizes
-from jaxbucket.data.example import (
-    Example,
-    Sequences,
-    as_arrays,
-    check_numbers,
-    matching_arrays,
-)
+from jaxbucket.data.example import Example, Sequences, check_numbers
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.data.segments import (
     row_mask,
     row_segments,
     too_long_error,
     with_segments,
-)
-from jaxbucket.data.sequence_axes import (
-    SequenceAxes,
-    sequence_axes,
-    sequence_lengths,
 )
 
 
@@ -98,7 +88,8 @@ def collate_rows(
         leading axis. The first one names the entry in `segment_ids` and `positions`.
         With several sequences: a mapping from each to the features that share its
         length, by default only itself. A feature in several of them has an axis for
-        each, in the order of the mapping.
+        each, in the order of the mapping; in packed rows, examples of such a feature
+        are blocks on a diagonal.
       pad_value: number that fills padded positions and empty rows, or a mapping from
         sequence feature to number (0 for features not named). A single nonzero number
         is allowed only if there is one sequence feature.
@@ -116,25 +107,20 @@ def collate_rows(
         trailing shapes; if its sequences differ in length or are ragged; if `pad_value`
         is one nonzero number for several features, names an unknown feature, or does
         not fit a dtype; if there are more than B rows, or more than `max_segments`
-        examples in a row; if all rows are empty and `like` is missing; if a feature of
-        packed rows is in several sequences; or if `truncate` or `truncate_left` names
-        an unknown sequence, or both name the same one.
+        examples in a row; if all rows are empty and `like` is missing; or if `truncate`
+        or `truncate_left` names an unknown sequence, or both name the same one. A note
+        names the row.
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
             f"`rows` has {len(rows)} entries, but bucket {bucket} has "
             f"{bucket.batch_size} rows. Pass at most {bucket.batch_size} entries."
         )
-    if max_segments is not None:
-        check_positive("max_segments", max_segments)
-    segments = [_segments(row, x, max_segments) for row, x in enumerate(rows)]
-    template = _template(segments, like)
+    segments = [_segments(entry, max_segments) for entry in rows]
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
-    axes = sequence_axes(template, sequences, several)
+    spec = _spec(segments, like, sequences, several)
     # With one sequence, the first feature names it.
-    seq_lens = several or {next(iter(axes)): bucket.tokens_per_row}
-    if max_segments is not None:
-        _check_single_axes(axes, max_segments)
+    seq_lens = several or {next(iter(spec.axes)): bucket.tokens_per_row}
     right = _chosen("truncate", truncate, seq_lens)
     left = _chosen("truncate_left", truncate_left, seq_lens)
     if both := right & left:
@@ -143,31 +129,26 @@ def collate_rows(
         )
     # The leading axes of all features that are not sequences.
     leading = (bucket.batch_size, *(() if max_segments is None else (max_segments,)))
-    row_shapes = {name: [seq_lens[x] for x in keys] for name, keys in axes.items()}
-    features = _padding(template, row_shapes, leading, pad_value)
+    features = _padding(spec, seq_lens, leading, pad_value)
     lengths_shape = (bucket.batch_size, max_segments or 1)
     lengths = {key: np.zeros(lengths_shape, np.int64) for key in seq_lens}
     for row, examples in enumerate(segments):
-        for segment, example in enumerate(examples):
-            arrays = matching_arrays(example, template, axes, row)
-            kept_spans, row_spans = {}, {}
-            for key, length in sequence_lengths(arrays, axes, row).items():
-                start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
-                kept = min(length, seq_len) if key in right | left else length
-                if start + kept > seq_len:
-                    suffix = f" of {key!r}" if several else ""
-                    packed = max_segments is not None
-                    raise too_long_error(row, start + kept, seq_len, packed, suffix)
-                begin = length - kept if key in left else 0
-                kept_spans[key] = slice(begin, begin + kept)
-                row_spans[key] = slice(start, start + kept)
-                lengths[key][row, segment] = kept
-            for name, keys in axes.items():
-                # Lists, because generators are slow next to the copy of a short row.
-                tokens = arrays[name][(*[kept_spans[key] for key in keys],)]
-                features[name][(row, *[row_spans[key] for key in keys])] = tokens
-            for name in arrays.keys() - axes.keys():
-                features[name][(row, segment)[: len(leading)]] = arrays[name]
+        with Noting(f"This is row {row} of the batch."):
+            for segment, example in enumerate(examples):
+                arrays = spec.match(example)
+                spans: dict[str, tuple[slice, slice]] = {}
+                for key, length in spec.lengths(arrays).items():
+                    start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
+                    kept = min(length, seq_len) if key in right | left else length
+                    if start + kept > seq_len:
+                        which = f" of {key!r}" if several else ""
+                        packed = max_segments is not None
+                        raise too_long_error(start + kept, seq_len, packed, which)
+                    begin = length - kept if key in left else 0
+                    spans[key] = slice(begin, begin + kept), slice(start, start + kept)
+                    lengths[key][row, segment] = kept
+                place = (row, segment)[: len(leading)]
+                _copy(arrays, spec.axes, spans, place, features)
     if max_segments is None and not several:
         (key,) = seq_lens
         return with_segments(features, key, row_mask(lengths[key][:, 0], bucket))
@@ -179,15 +160,30 @@ def collate_rows(
     )
 
 
-def _check_single_axes(axes: SequenceAxes, max_segments: int) -> None:
-    """Raises a ValueError if a feature of packed rows is in several sequences."""
-    for name, keys in axes.items():
-        if len(keys) > 1:
-            raise ValueError(
-                f"`sequences` lists {name!r} for each of {list(keys)}, but such a "
-                f"feature cannot be packed (`max_segments={max_segments}`). Put one "
-                "example into each row, or flatten the feature to `[n, ...]`."
-            )
+def _copy(
+    arrays: Mapping[str, np.ndarray],
+    axes: Mapping[str, Sequence[str]],
+    spans: Mapping[str, tuple[slice, slice]],
+    place: tuple[int, ...],
+    features: Mapping[str, np.ndarray],
+) -> None:
+    """Copies an example into a batch.
+
+    Args:
+      arrays: the features of the example.
+      axes: mapping from each sequence feature to the sequences of its leading axes.
+      spans: the positions of each sequence in the example, and those in the row.
+      place: `(row,)`; or, for packed rows, `(row, segment)`.
+      features: the features of the batch.
+    """
+    for name, value in arrays.items():
+        if name not in axes:
+            features[name][place] = value
+            continue
+        # Lists, because generators are slow next to the copy of a short row.
+        pairs = [spans[key] for key in axes[name]]
+        target = (place[0], *[inside for _, inside in pairs])
+        features[name][target] = value[(*[kept for kept, _ in pairs],)]
 
 
 def _chosen(
@@ -196,11 +192,6 @@ def _chosen(
     """Returns the names of the sequences to truncate."""
     if isinstance(chosen, bool | np.bool_):
         return set(names) if chosen else set()
-    if not isinstance(chosen, Collection):
-        raise ValueError(
-            f"`{argument}={chosen!r}` must be True, False, or the names of sequences "
-            f"among {sorted(names)}."
-        )
     chosen = {chosen} if isinstance(chosen, str) else set(chosen)
     if unknown := chosen - set(names):
         raise ValueError(
@@ -211,65 +202,57 @@ def _chosen(
 
 
 def _segments(
-    row: int, entry: Example | Sequence[Example] | None, max_segments: int | None
+    entry: Example | Sequence[Example] | None, max_segments: int | None
 ) -> Sequence[Example]:
     """Returns the examples of a row, of which there may be none."""
     if entry is None:
         return ()
     if max_segments is None:
         return (cast(Example, entry),)
-    if isinstance(entry, Mapping) or not isinstance(entry, Sequence):
+    if isinstance(entry, Mapping) or len(entry) > max_segments:
         raise ValueError(
-            f"Row {row} is a {type(entry).__name__}. With `max_segments`, pass a list "
-            "of examples for each row."
+            f"`max_segments={max_segments}`, but a row has {len(entry)} entries. Pass "
+            "a list of examples for each row, or increase `max_segments`."
         )
-    if len(entry) > max_segments:
-        raise ValueError(
-            f"Row {row} has {len(entry)} examples, more than `max_segments="
-            f"{max_segments}`. Move some to a different row, or increase "
-            "`max_segments`."
-        )
-    return entry
+    return cast(Sequence[Example], entry)
 
 
-def _template(
-    segments: Sequence[Sequence[Example]], like: Example | None
-) -> dict[str, np.ndarray]:
-    """Returns the features of `like`, by default of the first example, as arrays."""
-    row = None
-    if like is None:
-        filled = (
-            (row, examples[0]) for row, examples in enumerate(segments) if examples
-        )
-        row, like = next(filled, (None, None))
+def _spec(
+    segments: Sequence[Sequence[Example]],
+    like: Example | None,
+    sequences: Sequences,
+    names: Collection[str] | None,
+) -> ExampleSpec:
+    """Returns the features of `like`, by default of the first example."""
+    first = next((examples[0] for examples in segments if examples), like)
+    like = first if like is None else like
     if like is None:
         raise ValueError("All rows are empty. Pass `like=`, an example of the source.")
-    template = as_arrays(like, row)
-    check_numbers(template)
-    return template
+    spec = ExampleSpec(like, sequences, names)
+    check_numbers(spec.arrays)
+    return spec
 
 
 def _padding(
-    template: dict[str, np.ndarray],
-    row_shapes: Mapping[str, Sequence[int]],
+    spec: ExampleSpec,
+    seq_lens: Mapping[str, int],
     leading: tuple[int, ...],
     pad_value: PadValue,
 ) -> dict[str, np.ndarray]:
     """Returns the features of a batch without examples.
 
     Args:
-      template: the features of an example.
-      row_shapes: mapping from each sequence feature to the T of its leading axes.
-      leading: leading axes of all other features, `[B]` or `[B, max_segments]`.
+      spec: the features of an example.
+      seq_lens: T of each sequence.
+      leading: leading axes of features that are no sequences: `[B]`, or `[B, S]`.
       pad_value: value that fills the sequences.
     """
-    pads = pad_arrays(pad_value, {name: template[name].dtype for name in row_shapes})
+    pads = pad_arrays(pad_value, {name: spec.arrays[name].dtype for name in spec.axes})
 
     def padding(name: str, value: np.ndarray) -> np.ndarray:
-        if name not in row_shapes:
+        if name not in spec.axes:
             return np.zeros((*leading, *value.shape), value.dtype)
-        seq_lens = row_shapes[name]
-        shape = (leading[0], *seq_lens, *value.shape[len(seq_lens) :])
-        return np.full(shape, pads[name])
+        shape = [seq_lens[key] for key in spec.axes[name]]
+        return np.full((leading[0], *shape, *value.shape[len(shape) :]), pads[name])
 
-    return {name: padding(name, value) for name, value in template.items()}
+    return {name: padding(name, value) for name, value in spec.arrays.items()}

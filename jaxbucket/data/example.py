@@ -13,6 +13,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.notes import Noting
+
 Example: TypeAlias = Mapping[str, ArrayLike]
 # Names of features; with several sequences, a mapping from each to its features.
 Sequences: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]] | None
@@ -20,44 +22,33 @@ Sequences: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]] | None
 Features: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 
 
-def as_arrays(example: Example, row: int | None = None) -> dict[str, np.ndarray]:
+def as_arrays(example: Example) -> dict[str, np.ndarray]:
     """Returns the features as arrays.
-
-    Args:
-      example: a dict of arrays.
-      row: index of the example in its batch or file, for messages.
 
     Raises:
       ValueError: if the example is not a dict, or a feature is ragged or has masked
         values.
     """
     if not isinstance(example, Mapping):
-        where = "The example" if row is None else f"Row {row}"
         raise ValueError(
-            f"{where} is a {type(example).__name__}, not a dict of arrays. Pass "
-            'a dict, for example {"tokens": array}.'
+            f"The example is a {type(example).__name__}, not a dict of arrays, such "
+            'as {"tokens": array}.'
         )
-    return {name: _as_array(name, value, row) for name, value in example.items()}
+    return {name: _as_array(name, value) for name, value in example.items()}
 
 
-def _as_array(name: str, value: ArrayLike, row: int | None) -> np.ndarray:
-    feature = "Feature" if row is None else f"Row {row}: feature"
+def _as_array(name: str, value: ArrayLike) -> np.ndarray:
     if np.ma.is_masked(value):
         raise ValueError(
-            f"{feature} {name!r} is a masked array, and a batch cannot store its mask. "
+            f"Feature {name!r} is a masked array, and a batch cannot store its mask. "
             "Fill it with `.filled(0)`, and pass the mask as a separate feature."
         )
-    try:
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
+    with Noting(f"This is the feature {name!r}."):
         array = np.asarray(value)
-        if array.dtype.kind == "S" and not isinstance(value, np.ndarray):
-            # Arrays of bytes drop trailing zero bytes.
-            array = np.asarray(value, object)
-        return array
-    except ValueError:
-        raise ValueError(
-            f"{feature} {name!r} is ragged, so it cannot be an array. Give all "
-            "positions the same number of values, as in [n, 3], or flatten it to [n]."
-        ) from None
+    # Arrays of bytes drop trailing zero bytes.
+    return np.asarray(value, object) if array.dtype.kind == "S" else array
 
 
 def copy_features(example: Example) -> dict[str, np.ndarray]:
@@ -98,19 +89,14 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
       ['tokens']
 
     Raises:
-      ValueError: if a name is repeated, or `sequences` is a mapping.
+      ValueError: if `sequences` is a mapping.
     """
     if isinstance(sequences, Mapping):
         raise ValueError(
-            f"`sequences={dict(sequences)}` names several sequences, which requires "
-            "a plan with a T for each. Pass a list of names for a single sequence."
+            f"`sequences={dict(sequences)}` names several sequences, which need a T "
+            "for each. Pass a list of names for a single one."
         )
-    names = [sequences] if isinstance(sequences, str) else list(sequences)
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"`sequences={names}` repeats a feature. Name each feature once."
-        )
-    return names
+    return [sequences] if isinstance(sequences, str) else list(sequences)
 
 
 def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
@@ -119,48 +105,5 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
         if value.dtype.kind not in "biufcV":
             raise ValueError(
                 f"Feature {name!r} is {value.dtype}, but a batch contains only "
-                "numbers. Remove it, or encode it as numbers, for example times by "
-                '`x.astype("int64")`.'
+                "numbers. Remove it, or encode it as numbers."
             )
-
-
-def matching_arrays(
-    example: Example,
-    template: dict[str, np.ndarray],
-    axes: Mapping[str, Sequence[str]],
-    row: int,
-) -> dict[str, np.ndarray]:
-    """Returns the features as arrays, after checking them against a template.
-
-    Args:
-      example: a dict of arrays.
-      template: the expected features, as arrays.
-      axes: mapping from each sequence feature to the sequences of its leading axes,
-        whose lengths may differ.
-      row: index of the example in its batch or file, for messages.
-
-    Raises:
-      ValueError: if the names, dtypes or shapes differ.
-    """
-    arrays = as_arrays(example, row)
-    if arrays.keys() != template.keys():
-        raise ValueError(
-            f"Row {row} has features {sorted(example)}, but others have "
-            f"{sorted(template)}. Give every example the same features."
-        )
-    for name, value in arrays.items():
-        skip = len(axes.get(name, ()))
-        expected = template[name]
-        if (value.dtype, value.ndim, value.shape[skip:]) != (
-            expected.dtype,
-            expected.ndim,
-            expected.shape[skip:],
-        ):
-            raise ValueError(
-                f"Row {row}: feature {name!r} is {value.dtype}{list(value.shape)}, but "
-                f"{expected.dtype}{list(expected.shape)} in the first example. Give "
-                "all examples the same dtype and the same shape after the sequence "
-                "axis, or name the features with a sequence axis in `sequences` (in "
-                "two sequences, if two axes differ in length)."
-            )
-    return arrays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, cast, overload
@@ -12,13 +11,8 @@ import numpy as np
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Sequences
+from jaxbucket.data.example_spec import axis_labels, check_not_nested, length_function
 from jaxbucket.data.measure_pass import Measurement, Pass
-from jaxbucket.data.sequence_axes import (
-    axis_labels,
-    check_not_nested,
-    example_length,
-    length_functions,
-)
 from jaxbucket.data.source import Source
 from jaxbucket.data.spans import check_sequences
 from jaxbucket.data.token_source import TokenSource
@@ -236,8 +230,7 @@ def _check_cache_key(
     if cache is not None and cache_key is None:
         raise ValueError(
             f"`cache_key` is missing: the cache cannot detect changes of `{argument}`. "
-            f'Pass a name for it, such as `cache_key="{argument}-1"`, and change it '
-            "whenever the function changes."
+            "Pass a name for it, and change it whenever the function changes."
         )
 
 
@@ -247,28 +240,23 @@ def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, 
     Raises:
       ValueError: if `length_fn` and `sequences` do not fit together.
     """
+    given = {} if length_fn is None else _by_name("length_fn", length_fn)
+    functions: dict[Any, Any] = {}
     if isinstance(sequences, Mapping):
         check_sequence_names("sequences", sequences)
-        functions: dict[Any, Any] = {**length_functions(sequences)}
-        given = {} if length_fn is None else _by_name("length_fn", length_fn)
-        if not given.keys() <= functions.keys():
-            raise ValueError(
-                f"`length_fn={length_fn!r}` does not fit `sequences`, which names "
-                f"{list(sequences)}. Pass a mapping from some of these names to "
-                "functions."
-            )
-        return dict(sorted({**functions, **given}.items()))
-    if isinstance(length_fn, Mapping):
+        axis_labels(sequences)
+        functions = {name: length_function(sequences, name) for name in sequences}
+    elif length_fn is None:
+        functions = {None: length_function(sequences)}
+    elif isinstance(length_fn, Mapping):
         check_sequence_names("length_fn", length_fn)
-        if sequences is not None:
-            raise ValueError(
-                f"`sequences={sequences!r}` names the features of one sequence, but "
-                f"`length_fn` measures {list(length_fn)}. Pass a mapping with the "
-                "features of each, or remove `sequences`."
-            )
-    if length_fn is None:
-        length_fn = functools.partial(example_length, sequences=sequences)
-    return _by_name("length_fn", length_fn)
+    known = functions or {None: None}
+    if sequences is not None and not given.keys() <= known.keys():
+        raise ValueError(
+            f"`length_fn={length_fn!r}` does not fit `sequences={sequences!r}`. With "
+            "several sequences, both are mappings with the same names."
+        )
+    return dict(sorted({**functions, **given}.items()))
 
 
 def _by_name(argument: str, functions: Any) -> dict[str | None, Any]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from jaxbucket.base.checks import MAX_FLOAT, MAX_LENGTH, check_integer
+from jaxbucket.base.checks import MAX_FLOAT, MAX_LENGTH
 from jaxbucket.base.digest import digest
 from jaxbucket.base.files import complete
 from jaxbucket.base.lazy import naming_the_extra
@@ -95,8 +95,7 @@ class Pass:
       progress: whether to show a progress bar on a terminal.
 
     Raises:
-      ValueError: if the source is empty, `num_workers` is not an integer from 0,
-        `cache_key` is no text, or other processes measure something else.
+      ValueError: if the source is empty, or other processes measure something else.
     """
 
     measure: Measurement
@@ -111,10 +110,6 @@ class Pass:
     def __post_init__(self):
         if not len(self.measure.source):
             raise ValueError("`source` is empty. Pass one with at least one example.")
-        if check_integer("num_workers", self.num_workers) < 0:
-            raise ValueError(f"`num_workers={self.num_workers}` must not be negative.")
-        if self.cache_key is not None and not isinstance(self.cache_key, str):
-            raise ValueError(f"`cache_key={self.cache_key!r}` must be a string.")
         if self.processes.count > 1:
             keys = self.processes.gather("comparing sources", self._key)
             if others := [i for i, key in enumerate(keys) if key != self._key]:

@@ -41,27 +41,26 @@ class MixtureReader:
     @property
     def sequences(self) -> dict[str, Any]:
         """Name -> the padded features of a component."""
-        return {name: reader.sequences for name, reader in self.readers.items()}
+        return self._each("sequences")
 
     @property
     def like(self) -> dict[str, Example]:
         """Name -> the template for the features of a component."""
-        result = {}
-        for name, reader in self.readers.items():
-            with Noting(_NOTE.format(name)):
-                result[name] = reader.like
-        return result
+        return self._each("like")
 
     @property
     def templates(self) -> list[FeatureTemplate]:
         """The features of the batches of each component."""
-        # This reads an example of each source, with the names in errors.
-        _ = self.like
-        return [
-            template._replace(component=name)
-            for name, reader in self.readers.items()
-            for template in reader.templates
-        ]
+        templates = self._each("templates").items()
+        return [x._replace(component=name) for name, each in templates for x in each]
+
+    def _each(self, attribute: str) -> dict[str, Any]:
+        """Returns name -> an attribute of the reader of this component."""
+        values = {}
+        for name, reader in self.readers.items():
+            with Noting(_NOTE.format(name)):
+                values[name] = getattr(reader, attribute)
+        return values
 
     def describe(self) -> dict[str, Any]:
         """Returns the options of all components, as plain Python for JSON."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
@@ -13,14 +14,13 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch, RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_integer
+from jaxbucket.base.checks import check_integer, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.data.batch_iterator import BatchIterDataset
 from jaxbucket.data.example import Sequences, copy_features
 from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
-from jaxbucket.data.num_steps import RunEnd, check_steps, epoch_end, run_end
 from jaxbucket.data.reader import BatchReader, FeatureTemplate
 from jaxbucket.data.source import Source
 from jaxbucket.data.transform import Transform
@@ -99,7 +99,8 @@ def batch_dataset(
             f"`schedule` is a {type(schedule).__name__}, not a schedule. Pass "
             "`BatchSchedule(plan, lengths)`."
         )
-    shard, end = checked_shard(shard), run_end(num_steps, num_epochs)
+    shard, start_step = checked_shard(shard), check_integer("start_step", start_step)
+    end = _end_step(schedule, start_step, num_steps, num_epochs)
     options: Any = {
         "sequences": sequences,
         "pad_value": pad_value,
@@ -119,18 +120,49 @@ def batch_dataset(
     return BatchDataset(reader, start_step, end)
 
 
+def _end_step(
+    schedule: Schedule,
+    start_step: int,
+    num_steps: float | None,
+    num_epochs: int | None,
+) -> int:
+    """Returns the first step after a run; arguments as for `batch_dataset`.
+
+    Raises:
+      ValueError: if both ends are given, or `start_step` is not between 0 and the end.
+    """
+    if num_steps is not None and num_epochs is not None:
+        raise ValueError(
+            f"`num_steps={num_steps}` and `num_epochs={num_epochs}` both set the "
+            "end of the run. Pass only one of them."
+        )
+    if num_epochs is not None:
+        end = schedule.epoch_start(check_positive("num_epochs", num_epochs))
+    elif num_steps is None:
+        end = schedule.epoch_start(schedule.epoch_at(max(start_step, 0)) + 1)
+    elif num_steps == math.inf:
+        # A Python sequence cannot have more elements.
+        end = sys.maxsize
+    else:
+        end = check_integer("num_steps", num_steps)
+    if not 0 <= start_step <= end:
+        raise ValueError(
+            f"`start_step={start_step}` must be between 0 and the end of the run, "
+            f"`num_steps={end}`."
+        )
+    return end
+
+
 class BatchDataset(grain.MapDataset[Batch]):
     """The dataset that `batch_dataset` returns.
 
     Indices beyond its length are valid and return the batches of later steps.
     """
 
-    def __init__(self, reader: Reader, start_step: int = 0, end: RunEnd | None = None):
+    def __init__(self, reader: Reader, start_step: int, end: int):
         super().__init__()
         self._reader = reader
-        self._start_step = check_integer("start_step", start_step)
-        self._end = end or epoch_end(reader.schedule, self._start_step)
-        self._num_steps = check_steps(reader.schedule, self._start_step, self._end)
+        self._start_step, self._end = start_step, end
 
     @property
     def schedule(self) -> Schedule:
@@ -171,7 +203,7 @@ class BatchDataset(grain.MapDataset[Batch]):
         return self._reader.templates
 
     def __len__(self) -> int:
-        return self._num_steps - self._start_step
+        return self._end - self._start_step
 
     @overload
     def __getitem__(self, index: slice) -> grain.MapDataset[Batch]: ...
@@ -184,12 +216,7 @@ class BatchDataset(grain.MapDataset[Batch]):
             return self.slice(index)
         if index < 0:
             raise IndexError(f"`index={index}` must not be negative.")
-        step = self._start_step + index
-        if step > sys.maxsize:
-            raise IndexError(
-                f"`index={index}` is step {step}, which is beyond {sys.maxsize}."
-            )
-        return self._reader.read(step)
+        return self._reader.read(self._start_step + index)
 
     def to_iter_dataset(self, *args: Any, **options: Any) -> BatchIterDataset:
         """Returns the batches as a `grain.IterDataset`, read in threads.
@@ -245,10 +272,9 @@ class BatchDataset(grain.MapDataset[Batch]):
         check_position(position)
         # Compared first: the end of a different run would be a misleading error.
         position.check_same(self.position(position.step))
-        end = self._end.step(self.schedule)
-        if position.step > end:
+        if position.step > self._end:
             raise ValueError(
-                f"The run ends at step {end}, before the position's step "
+                f"The run ends at step {self._end}, before the position's step "
                 f"{position.step}. Increase `num_steps` or `num_epochs`."
             )
         return BatchDataset(self._reader, position.step, self._end)

@@ -12,12 +12,11 @@ import numpy as np
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import split_line
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences, copy_features
-from jaxbucket.data.sequence_axes import axis_labels, example_lengths
+from jaxbucket.data.example_spec import axis_labels, example_lengths
 from jaxbucket.data.source import (
     Source,
     check_length,
@@ -84,15 +83,17 @@ class BatchReader:
 
     def __post_init__(self):
         source = self.source
-        for method in ("__len__", "__getitem__"):
-            if not hasattr(source, method):
-                raise ValueError(
-                    f"`source` is a {type(source).__name__}, which has no `{method}`. "
-                    "Pass a random-access source, such as a list, or use "
-                    "`stream_batches` for a stream of examples."
-                )
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise ValueError(
+                f"`source` is a {type(source).__name__}, which is no random-access "
+                "source. Pass one, such as a list, or use `stream_batches`."
+            )
         if len(source) != len(self.schedule.lengths):
-            raise ValueError(_size_mismatch_message(source, self.schedule))
+            raise ValueError(
+                f"`source` has {len(source)} examples, but the schedule was made for "
+                f"{len(self.schedule.lengths)} lengths. Measure the source again, or "
+                "pass `jb.data.split_source(source, ...)` if its chunks were measured."
+            )
         for bucket in self.schedule.buckets:
             self.shard.part_size(bucket.batch_size)
         check_transform(self.transform)
@@ -252,14 +253,3 @@ class BatchReader:
             example = self._transformed(0, 0, self.schedule.draws(0)[0])
             collate_rows([], bucket, like=example, **options)
         return example
-
-
-def _size_mismatch_message(source: Source, schedule: Schedule) -> str:
-    remedy = "Measure the source again."
-    if schedule.plans[0].overlong == "split":
-        line = split_line(schedule.plans[0].max_seq_len)
-        remedy = f"If they are lengths of chunks, use `{line}`. If not, measure again."
-    return (
-        f"`source` has {len(source)} examples, but the schedule was made for "
-        f"{len(schedule.lengths)} lengths. {remedy}"
-    )

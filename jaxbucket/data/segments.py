@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.notes import Noting
 
 
 def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -74,16 +75,17 @@ def check_row_lengths(lengths: np.ndarray, bucket: Bucket) -> None:
     totals = lengths if lengths.ndim == 1 else lengths.sum(axis=1)
     if totals.max(initial=0) > bucket.tokens_per_row:
         row = int(totals.argmax())
-        raise too_long_error(row, totals[row], bucket.tokens_per_row, lengths.ndim == 2)
+        with Noting(f"This is row {row} of the batch."):
+            packed = lengths.ndim == 2
+            raise too_long_error(totals[row], bucket.tokens_per_row, packed)
 
 
 def too_long_error(
-    row: int, length: int, seq_len: int, packed: bool, suffix: str = ""
+    length: int, seq_len: int, packed: bool, suffix: str = ""
 ) -> ValueError:
     """Returns the error for a row that is longer than T.
 
     Args:
-      row: index of the row in the batch.
       length: length of the row.
       seq_len: T.
       packed: whether rows hold several examples.
@@ -93,5 +95,5 @@ def too_long_error(
     if packed:
         remedy = "Put fewer examples into the row, or use longer rows."
     return ValueError(
-        f"Row {row} has length {length}{suffix}, beyond `seq_len={seq_len}`. {remedy}"
+        f"The row has length {length}{suffix}, beyond `seq_len={seq_len}`. {remedy}"
     )

@@ -54,10 +54,8 @@ def check_length(index: int, length: int, measured: int, which: str = "") -> Non
         return
     raise ValueError(
         f"`source[{index}]`{which} has length {length}, but `lengths[{index}]="
-        f"{measured}`. The data changed since it was measured, or the lengths belong "
-        "to a different source, or `length_fn` counts a different unit, such as words "
-        "or seconds. Measure the lengths again, with a `length_fn` that returns the "
-        "length of the arrays."
+        f"{measured}`. Measure the lengths again, with a `length_fn` that returns the "
+        "length of the arrays, and not of words or seconds."
     )
 
 

@@ -13,16 +13,8 @@ from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive, che
 from jaxbucket.base.digest import digest
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.data.example import (
-    as_arrays,
-    listed_names,
-    matching_arrays,
-)
-from jaxbucket.data.sequence_axes import (
-    SequenceAxes,
-    sequence_axes,
-    sequence_lengths,
-)
+from jaxbucket.data.example import listed_names
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.data.source import (
     Source,
     check_index,
@@ -87,29 +79,29 @@ class SpanSource:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         index = check_index(self, index)
         first = int(self.examples[index])
-        arrays, names = self._read(first)
+        spec = self._read(first)
+        arrays, names = spec.arrays, spec.axes
         if self._counts is None:
             start = int(self._starts[index])
             span = slice(start, start + int(self.lengths[index]))
             return {x: y[span] if x in names else y for x, y in arrays.items()}
         parts = [arrays]
         for number in range(first + 1, first + int(self._counts[index])):
-            others, axes = self._read(number)
+            others = self._read(number)
             with Noting(f"This is `source[{number}]`, joined with `source[{first}]`."):
-                parts.append(matching_arrays(others, arrays, axes, number))
+                parts.append(spec.match(others.arrays))
         return {name: np.concatenate([x[name] for x in parts]) for name in names}
 
-    def _read(self, index: int) -> tuple[dict[str, np.ndarray], SequenceAxes]:
-        """Returns an entire example as arrays, and which are its sequences."""
+    def _read(self, index: int) -> ExampleSpec:
+        """Returns an entire example, with its sequences."""
         done = "split" if self._counts is None else "joined"
         with Noting(f"This is `source[{index}]`, before it was {done}."):
-            arrays = as_arrays(self._source[index])
-            axes = sequence_axes(arrays, self.sequences)
-            (length,) = sequence_lengths(arrays, axes).values()
+            spec = ExampleSpec(self._source[index], self.sequences)
+            (length,) = spec.lengths(spec.arrays).values()
             check_length(index, length, int(self._known[index]))
             if self._counts is not None:
-                _check_only_sequences(sorted(arrays.keys() - axes.keys()))
-        return arrays, axes
+                _check_only_sequences(sorted(spec.arrays.keys() - spec.axes.keys()))
+        return spec
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -347,17 +339,13 @@ def _known_lengths(source: Source, lengths: ArrayLike | None) -> np.ndarray:
     """Returns the `[N]` lengths of examples, as passed or as declared by the source."""
     declared = source.lengths if isinstance(source, Spans | TokenSource) else None
     given = declared if lengths is None else lengths
-    if given is None:
-        raise ValueError(
-            "`lengths` is missing, and the source does not provide lengths. Pass "
-            "`lengths=jb.measure_lengths(source)`."
-        )
-    known = check_lengths(given).astype(np.int32)
+    known = np.zeros(0, np.int32)
+    if given is not None:
+        known = check_lengths(given).astype(np.int32)
     if len(known) != len(source):
         raise ValueError(
             f"`lengths` has {len(known)} entries, but `source` has {len(source)} "
-            "examples. Pass the lengths of the examples before they are split or "
-            "joined."
+            "examples. Pass `lengths=jb.measure_lengths(source)`."
         )
     if declared is not None:
         check_measured(declared, known)
@@ -368,9 +356,8 @@ def _check_only_sequences(others: Sequence[str]) -> None:
     """Raises a ValueError if examples to be joined have other features."""
     if others:
         raise ValueError(
-            f"`source` has the features {others}, which are not sequences and would "
-            "have several values in a block. Remove them, or put the examples into "
-            "rows by `jb.packing.pack`, which keeps all values."
+            f"`source` has {others}, which would have several values in a block. "
+            "Remove these features, or pack rows (`jb.packing.pack`) instead."
         )
 
 
@@ -381,8 +368,8 @@ def _document_ends(documents: ArrayLike | None, num_examples: int) -> np.ndarray
     numbers = np.asarray(documents)
     if numbers.shape != (num_examples,) or numbers.dtype.kind not in "iu":
         raise ValueError(
-            f"`documents` is {numbers.dtype}{list(numbers.shape)}. Pass an integer for "
-            f"each of the {num_examples} examples, the number of its document."
+            f"`documents` is {numbers.dtype}{list(numbers.shape)}, not a number for "
+            f"each of the {num_examples} examples."
         )
     ends = np.append(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1, num_examples)
     return ends[np.searchsorted(ends, np.arange(num_examples), side="right")]

@@ -12,15 +12,15 @@ from jaxbucket.base.batch import EMPTY_ROW, Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.digest import digest
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.data.example import matching_arrays
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.data.segments import (
     check_row_lengths,
     row_mask,
     row_segments,
     with_segments,
 )
-from jaxbucket.data.sequence_axes import sequence_axes
 from jaxbucket.data.source import check_index
 from jaxbucket.packing.rows import Packing
 
@@ -297,17 +297,15 @@ def concatenated(sources: Sequence[TokenSource]) -> TokenView:
     Raises:
       ValueError: if the sources differ in features, dtypes or trailing shapes.
     """
-    template = sources[0][0]
-    axes = sequence_axes(template, sources[0].sequences)
+    spec = ExampleSpec(sources[0][0], sources[0].sequences)
     for number, source in enumerate(sources):
-        try:
-            matching_arrays(source[0], template, axes, 0)
+        with Noting(f"This is `sources[{number}]`."):
+            spec.match(source[0])
             if source.sequences != sources[0].sequences:
-                raise ValueError(f"the sequences are {source.sequences}.")
-        except ValueError as error:
-            raise ValueError(
-                f"`sources[{number}]` differs from `sources[0]`: {error}"
-            ) from None
+                raise ValueError(
+                    f"`sources` differ: the sequences are {source.sequences}, and "
+                    f"those of the first source {sources[0].sequences}."
+                )
     files = [file for source in sources for file in source.files]
     tokens = _bases([sum(x.num_tokens for x in source.files) for source in sources])
     rows = _bases([sum(map(len, source.files)) for source in sources])
@@ -371,7 +369,6 @@ def _checked_rows(rows: Any, num_examples: int, bucket: Bucket) -> np.ndarray:
         if first >= EMPTY_ROW and last < num_examples and is_dense:
             return rows.astype(np.int64, copy=False)
     raise ValueError(
-        f"`rows` must be [{bucket.batch_size}] integers for {bucket}, from 0 to "
-        f"{num_examples - 1}, or -1 for an empty row; or [{bucket.batch_size}, "
-        f"max_segments] for packed rows, with -1 after the last example. It is {rows}."
+        f"`rows={rows}` must be {bucket.batch_size} integers below {num_examples}, -1 "
+        "for an empty row; or rows of integers with -1 after the last example."
     )

@@ -11,16 +11,11 @@ from typing import IO
 
 import numpy as np
 
-from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.files import complete
-from jaxbucket.data.example import (
-    Example,
-    as_arrays,
-    matching_arrays,
-)
-from jaxbucket.data.sequence_axes import sequence_axes, sequence_lengths
-from jaxbucket.data.token_file import TokenFile
-from jaxbucket.data.token_index import OFFSETS, array_path, write_index
+from jaxbucket.base.notes import Noting
+from jaxbucket.data.example import Example
+from jaxbucket.data.example_spec import ExampleSpec
+from jaxbucket.data.token_file import OFFSETS, TokenFile, array_path, write_index
 
 
 def write_token_file(
@@ -72,9 +67,8 @@ def _write(
     first = next(examples, None)
     if first is None:
         raise ValueError("`examples` is empty. Pass at least one example.")
-    template = as_arrays(first)
-    axes = sequence_axes(template, sequences)
-    names = list(axes)
+    spec = ExampleSpec(first, sequences)
+    names = list(spec.axes)
     with contextlib.ExitStack() as stack:
 
         def open_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Column:
@@ -83,23 +77,20 @@ def _write(
 
         columns = {
             name: open_column(name, x.dtype, x.shape[1:] if name in names else x.shape)
-            for name, x in template.items()
+            for name, x in spec.arrays.items()
         }
         offsets = open_column(OFFSETS, np.dtype(np.int64), ())
         offsets.append(np.zeros(1, np.int64))
         total = 0
         for number, example in enumerate(itertools.chain([first], examples)):
-            arrays = matching_arrays(example, template, axes, number)
-            (length,) = sequence_lengths(arrays, axes, number).values()
-            if length > MAX_LENGTH:
-                raise ValueError(
-                    f"Row {number} has length {length}, beyond {MAX_LENGTH}. Split it."
-                )
+            with Noting(f"This is example {number}."):
+                arrays = spec.match(example)
+                (length,) = spec.lengths(arrays).values()
             total += length
             for name, value in arrays.items():
                 columns[name].append(value if name in names else value[None])
             offsets.append(np.array([total]))
-    return list(template), names
+    return list(spec.arrays), names
 
 
 class _Column:
@@ -120,9 +111,8 @@ class _Column:
             )
         if dtype.kind not in "biufc" or not _is_numpy_dtype(dtype):
             raise ValueError(
-                f"Feature {name!r} is {dtype}, which is not one of numpy's numeric "
-                "dtypes, so a `.npy` file cannot store it. Convert it, for example to "
-                "float32 or int32, or store its bits as `x.view(np.uint16)`."
+                f"Feature {name!r} is {dtype}, which a `.npy` file cannot store. "
+                "Convert it to float32 or int32, or store its `x.view(np.uint16)`."
             )
         self._dtype = dtype
         self._shape = shape

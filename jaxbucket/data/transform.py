@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 
 from jaxbucket.data.example import Example, copy_features
-from jaxbucket.schedule.example_draws import example_rng
 
 # (example, random generator) -> transformed example.
 Transform: TypeAlias = Callable[[dict[str, np.ndarray], np.random.Generator], Example]
 
 
-def check_transform(transform: Transform | None) -> Transform | None:
-    """Returns the transform after checking it.
-
-    Raises:
-      ValueError: if it is neither callable nor None.
-    """
-    if transform is None or callable(transform):
-        return transform
-    remedy = "Pass a function `(example, rng) -> example`."
-    if hasattr(transform, "random_map"):
-        remedy = "Pass its method, `transform.random_map`."
-    raise ValueError(
-        f"`transform` is a {type(transform).__name__}, which is not callable. {remedy}"
-    )
+def check_transform(transform: Transform | None) -> None:
+    """Raises a ValueError if a transform is neither callable nor None."""
+    if transform is not None and not callable(transform):
+        raise ValueError(
+            f"`transform` is a {type(transform).__name__}, which is not callable. Pass "
+            "a function `(example, rng) -> example`, such as the method `random_map`."
+        )
 
 
 def transform_name(transform: Transform) -> str:
     """Returns the name of the function or of its class, as stored in positions.
 
     Example:
-      >>> transform_name(functools.partial(check_transform, 1))
+      >>> transform_name(functools.partial(check_transform, None))
       'check_transform'
     """
     while isinstance(transform, functools.partial):
@@ -46,51 +38,5 @@ def transform_name(transform: Transform) -> str:
 def apply_transform(
     transform: Transform, example: Example, rng: np.random.Generator
 ) -> Example:
-    """Applies a transform to a copy of an example.
-
-    Raises:
-      ValueError: if the transform does not return a dict, or the example is not one.
-    """
-    # The source may reuse its arrays in the next epoch.
-    transformed = transform(copy_features(example), rng)
-    if not isinstance(transformed, Mapping):
-        kind = "None" if transformed is None else f"a {type(transformed).__name__}"
-        raise ValueError(
-            f"`transform` returned {kind}, not a dict of arrays. Return the "
-            "example, even if it is modified in place."
-        )
-    return transformed
-
-
-class StreamTransform(NamedTuple):
-    """A transform of the examples of one stream.
-
-    Attributes:
-      transform: the function, or None.
-      seed: seed of its random numbers.
-      part: first part of the rows that this process fills. It separates the streams of
-        different processes.
-      worker: first step of this worker. It separates the workers of a process, each of
-        which reads a share of the stream.
-    """
-
-    transform: Transform | None
-    seed: int
-    part: int = 0
-    worker: int = 0
-
-    def apply(self, example: Example, epoch: int, number: int) -> Example:
-        """Returns the transformed example.
-
-        Args:
-          example: the example as it was read.
-          epoch: the epoch of the stream.
-          number: index of the example in the epoch.
-
-        Raises:
-          ValueError: under the same conditions as `apply_transform`.
-        """
-        if self.transform is None:
-            return example
-        rng = example_rng(self.seed, self.part, epoch, number, self.worker)
-        return apply_transform(self.transform, example, rng)
+    """Applies a transform to a copy, as a source may reuse its arrays."""
+    return transform(copy_features(example), rng)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.data.example import Sequences, listed_names
-from jaxbucket.data.sequence_axes import SequenceAxes, sequence_axes
+from jaxbucket.data.example_spec import ExampleSpec
 
 
 def unbatch(
@@ -46,40 +46,15 @@ def unbatch(
     ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
     features = {name: np.asarray(value) for name, value in batch.features.items()}
     if len(ids) > 1 or isinstance(sequences, Mapping):
-        axes = sequence_axes(features, sequences, list(ids))
-        return split_examples(batch, axes, max_segments)
-    ((key, segment_ids),) = ids.items()
-    if sequences is None:
+        axes = ExampleSpec(features, sequences, list(ids)).axes
+    else:
+        ((key, segment_ids),) = ids.items()
         shape = segment_ids.shape
         named = [name for name, x in features.items() if x.shape[:2] == shape]
-    else:
-        named = listed_names(sequences)
-    return split_examples(batch, dict.fromkeys(named, (key,)), max_segments)
-
-
-def split_examples(
-    batch: Batch, axes: SequenceAxes, max_segments: int | None
-) -> list[dict[str, Any]]:
-    """Returns the examples of a batch, some of whose features are sequences.
-
-    Args:
-      batch: as for `unbatch`.
-      axes: mapping from each sequence feature to the sequences of its axes after B.
-      max_segments: maximum number of examples in a packed row; None for unpacked rows.
-
-    Raises:
-      ValueError: as `unbatch`.
-    """
-    ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
-    features = {name: np.asarray(value) for name, value in batch.features.items()}
-    first = next(iter(ids.values()))
-    most = int(first.max(initial=0))
-    if most > (max_segments or 1):
-        raise ValueError(
-            f"`max_segments={max_segments}`, but a row has {most} examples. Pass the "
-            "`max_segments` that the rows were packed with."
-        )
+        listed = named if sequences is None else listed_names(sequences)
+        axes = dict.fromkeys(listed, (key,))
     _check_shapes(features, axes, ids, max_segments)
+    first = next(iter(ids.values()))
     examples = []
     for row in np.flatnonzero(first.any(axis=1)):
         # The end of each segment of the row, after a leading 0.
@@ -88,25 +63,24 @@ def split_examples(
             for key, x in ids.items()
         }
         for segment in range(int(first[row].max())):
-            index = (row, ...) if max_segments is None else (row, segment, ...)
+            place = (row, ...) if max_segments is None else (row, segment, ...)
             example = {}
             for name, value in features.items():
-                if name in axes:
-                    spans = (slice(*ends[x][segment : segment + 2]) for x in axes[name])
-                    example[name] = value[(row, *spans)]
-                else:
-                    example[name] = value[index]
+                spans = (
+                    slice(*ends[x][segment : segment + 2]) for x in axes.get(name, ())
+                )
+                example[name] = value[(row, *spans) if name in axes else place]
             examples.append(example)
     return examples
 
 
 def _check_shapes(
     features: Mapping[str, np.ndarray],
-    axes: SequenceAxes,
+    axes: Mapping[str, Sequence[str]],
     ids: Mapping[str, np.ndarray],
     max_segments: int | None,
 ) -> None:
-    """Raises a ValueError if the shape of a feature does not match its role.
+    """Raises a ValueError unless features and rows have the shapes of their roles.
 
     Args:
       features: features of the batch.
@@ -114,19 +88,19 @@ def _check_shapes(
       ids: segment ids of each sequence.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
     """
-    for name, keys in axes.items():
-        expected = (len(ids[keys[0]]), *(ids[key].shape[1] for key in keys))
-        if name not in features or features[name].shape[: len(expected)] != expected:
-            shapes = {n: list(x.shape) for n, x in features.items()}
+    first = next(iter(ids.values()))
+    if (most := int(first.max(initial=0))) > (max_segments or 1):
+        raise ValueError(
+            f"`max_segments={max_segments}`, but a row has {most} examples."
+        )
+    shapes = {name: x.shape for name, x in features.items()}
+    others = () if max_segments is None else (max_segments,)
+    for name in {**axes, **features}:
+        sizes = [ids[key].shape[1] for key in axes[name]] if name in axes else others
+        expected = (len(first), *sizes)
+        if shapes.get(name, ())[: len(expected)] != expected:
             raise ValueError(
-                f"`sequences` names {name!r}, which must be a feature of shape "
-                f"{[*expected, '...']}. The batch has {shapes}."
-            )
-    for name in features.keys() - axes.keys() if max_segments is not None else ():
-        shape = features[name].shape
-        if shape[1:2] != (max_segments,):
-            raise ValueError(
-                f"Feature {name!r} is {list(shape)}, but with `max_segments` a feature "
-                f"that is not a sequence is [B, {max_segments}, ...]. Name it in "
-                "`sequences` if it is a sequence."
+                f"With `sequences={list(axes)}` and `max_segments={max_segments}`, "
+                f"{name!r} must be a feature of shape {[*expected, '...']}. The batch "
+                f"has {shapes}."
             )

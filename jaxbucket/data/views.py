@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -52,7 +51,7 @@ def select(source: Source, selected: ArrayLike) -> Source:
         return ZippedSource([file.view(indices) for file in source.sources])
     if isinstance(source, TokenSource):
         return source.view(indices)
-    return _Selection(source, indices)
+    return _View([source], np.zeros(len(indices), int), indices)
 
 
 def concatenate(sources: Sequence[Source]) -> Source:
@@ -83,7 +82,9 @@ def concatenate(sources: Sequence[Source]) -> Source:
         return ZippedSource([concatenated(column) for column in columns])
     if all(isinstance(source, TokenSource) for source in sources):
         return concatenated(cast(list[TokenSource], sources))
-    return _Concatenation(sources)
+    sizes = list(map(len, sources))
+    which = np.repeat(np.arange(len(sizes)), sizes)
+    return _View(sources, which, np.concatenate([*map(np.arange, sizes)]))
 
 
 def zip_sources(sources: Sequence[TokenSource]) -> ZippedSource:
@@ -116,16 +117,11 @@ def zip_sources(sources: Sequence[TokenSource]) -> ZippedSource:
         have different numbers of examples, or they share a feature.
     """
     sources = list(sources)
-    if len(sources) < 2 or not all(isinstance(x, TokenSource) for x in sources):
-        kinds = [type(source).__name__ for source in sources]
+    sizes = [len(x) if isinstance(x, TokenSource) else None for x in sources]
+    if len(sources) < 2 or len(set(sizes)) > 1 or None in sizes:
         raise ValueError(
-            f"`sources` are {kinds}. Pass two or more token files "
-            "(`write_token_file`), or one source of examples with all features."
-        )
-    sizes = [len(source) for source in sources]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f"`sources` have {sizes} examples. Pass sources with the same number."
+            f"`sources` are {sources}. Pass two or more token files with the same "
+            "number of examples, or one source of examples with all features."
         )
     features = [name for source in sources for name in source[0]]
     if repeated := sorted({x for x in features if features.count(x) > 1}):
@@ -200,35 +196,22 @@ def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for x in dicts for name, value in x.items()}
 
 
-class _Selection:
-    def __init__(self, source: Source, indices: np.ndarray):
-        self._source, self._indices = source, indices
+class _View:
+    """Examples of several sources: example i is `indices[i]` of `sources[which[i]]`."""
+
+    def __init__(
+        self, sources: Sequence[Source], which: np.ndarray, indices: np.ndarray
+    ):
+        self._sources, self._which, self._indices = sources, which, indices
 
     @property
     def fingerprint(self) -> str:
-        source = fingerprints([self._source]).encode()
-        return digest(source, self._indices.astype("<i8").data)
+        arrays = (x.astype("<i8").data for x in (self._which, self._indices))
+        return digest(fingerprints(self._sources).encode(), *arrays)
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Any:
-        return self._source[int(self._indices[check_index(self, index)])]
-
-
-class _Concatenation:
-    def __init__(self, sources: Sequence[Source]):
-        self._sources = sources
-        self._starts = np.cumsum([0, *map(len, sources)]).tolist()
-
-    @property
-    def fingerprint(self) -> str:
-        return digest(f"{fingerprints(self._sources)}\n{self._starts}".encode())
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, index: int) -> Any:
         index = check_index(self, index)
-        which = bisect.bisect_right(self._starts, index) - 1
-        return self._sources[which][index - self._starts[which]]
+        return self._sources[self._which[index]][int(self._indices[index])]

@@ -12,8 +12,6 @@ import grain
 import numpy as np
 from absl import flags
 
-from jaxbucket.base.checks import check_integer
-
 _T = TypeVar("_T")
 _WORKER_DIED = "terminated unexpectedly"
 
@@ -49,7 +47,7 @@ def load_in_workers(
       An iterator over the elements.
 
     Raises:
-      ValueError: if a number is negative, or `dataset` is not a `grain.MapDataset`.
+      ValueError: if `num_workers` is negative, or `dataset` is no `grain.MapDataset`.
       RuntimeError: if a worker process dies.
     """
     if not isinstance(dataset, grain.MapDataset):
@@ -57,13 +55,8 @@ def load_in_workers(
             f"`dataset` is a {type(dataset).__name__}, not a `grain.MapDataset`. Pass "
             "the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
         )
-    for name, value in (
-        ("num_workers", num_workers),
-        ("num_threads", num_threads),
-        ("buffer_size", buffer_size),
-    ):
-        if check_integer(name, value) < 0:
-            raise ValueError(f"`{name}={value}` must not be negative.")
+    if num_workers < 0:
+        raise ValueError(f"`num_workers={num_workers}` must not be negative.")
     return _load(dataset, num_workers, num_threads, buffer_size)
 
 
@@ -96,9 +89,7 @@ def _load(
         raise RuntimeError(
             f"A worker process died before element {number}: for lack of memory, or "
             "because the main script, which workers import, has no "
-            '`if __name__ == "__main__":` guard. Use fewer workers, or put the code '
-            f"that the script runs under the guard. The {number} elements before it "
-            "are valid."
+            '`if __name__ == "__main__":` guard. Use fewer workers, or add the guard.'
         ) from error
     finally:
         iterator.close()

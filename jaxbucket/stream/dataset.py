@@ -7,10 +7,7 @@ one of the shapes of a plan.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import json
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +17,13 @@ import numpy as np
 from jaxbucket.base.batch import Batch, RowShard, checked_shard
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
-from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, copy_features
+from jaxbucket.data.example_spec import check_not_nested
 from jaxbucket.data.measure import unnamed
-from jaxbucket.data.sequence_axes import check_not_nested
 from jaxbucket.stream.examples import EpochDataset, ExampleStream, as_stream
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.overlong import LengthLimits
@@ -127,23 +123,7 @@ def stream_batches(
         num_steps=num_steps,
         max_segments=max_segments_per_row,
     )
-    for phase in run.phases:
-        _warn_of_small_batches(phase.plan)
     return StreamDataset(run)
-
-
-def _warn_of_small_batches(plan: BucketPlan) -> None:
-    """Warns of a plan whose B are those of few lengths, such as of a sample."""
-    largest = max(bucket.num_tokens for bucket in plan.buckets)
-    # Equal B may be those of `max_batch_size`.
-    differ = len(set(plan.batch_sizes.tolist())) > 1
-    if differ and isinstance(plan.max_tokens, int) and 2 * largest <= plan.max_tokens:
-        warnings.warn(
-            f"The batches of `plan` have up to {largest} of `max_tokens="
-            f"{plan.max_tokens}` positions. If its lengths are a sample of the stream, "
-            "plan with `sample=True`.",
-            stacklevel=3,
-        )
 
 
 def sample_lengths(
@@ -182,8 +162,8 @@ def sample_lengths(
     if isinstance(examples.sequences, Mapping):
         check_sequence_names("sequences", examples.sequences)
         names = sorted(examples.sequences)
-    sequences = examples.listed_sequences(names)
-    reader = StreamReader(examples, LengthLimits.unlimited(names, sequences))
+    limits = LengthLimits.unlimited(names, examples.sequences)
+    reader = StreamReader(examples, limits)
     lengths = []
     first: list[Example] = []
     while len(lengths) < num_examples and (read := reader.read()):
@@ -239,18 +219,13 @@ class StreamDataset(grain.IterDataset[Batch]):
           ValueError: if the stream is empty and `like` was not given.
           Exception: any error of the stream.
         """
-        example = self._run.examples.like or self._run.new_reader().first_example()
-        if example is None:
-            raise ValueError(
-                "`like` is missing. The stream has no example, so the features of its "
-                "batches are not known. Pass `ExampleStream(dataset, like=example)`."
-            )
-        return copy_features(example)
+        like = self._run.examples.like
+        return copy_features(like or self._run.new_reader().first_example())
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
         """32 hex digits of everything that batches depend on, except the stream."""
-        return digest(json.dumps(self._run.config(), sort_keys=True).encode())
+        return self._run.fingerprint
 
     def position(self, step: int) -> DataPosition:
         """Returns the position that processes compare and that checkpoints hold.
@@ -261,25 +236,4 @@ class StreamDataset(grain.IterDataset[Batch]):
         Args:
           step: the next step.
         """
-        # The plan of the next step may change until this step is done.
-        phase = self._run.phase_at(max(step - 1, 0))
-        plan = {**json.loads(phase.plan.to_json()), "fingerprint": phase.fingerprint}
-        sample = phase.sample
-        data = {"lengths": "unknown", "fingerprint": digest(b"")}
-        if sample is not None:
-            data = {
-                "lengths": len(sample),
-                "tokens": int(sample.sum(dtype=np.int64)),
-                "fingerprint": digest(np.ascontiguousarray(sample, "<i8").data),
-            }
-        return DataPosition(
-            step,
-            {name: plan[name] for name in plan if name not in ("format", "version")},
-            data,
-            {
-                **self._run.config(before=step),
-                "later": self._run.plans(max(step, 1), float("inf")),
-                "processes": self._run.num_processes,
-                "fingerprint": self.fingerprint,
-            },
-        )
+        return self._run.position(step)

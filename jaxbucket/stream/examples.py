@@ -12,7 +12,7 @@ from jaxbucket.base.checks import check_positive, check_seed, with_article
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.permutation import fold
 from jaxbucket.data.example import Example, Sequences, listed_names
-from jaxbucket.data.sequence_axes import axis_labels, listed_by_sequence
+from jaxbucket.data.example_spec import axis_labels
 from jaxbucket.data.transform import Transform, check_transform, transform_name
 
 EpochDataset: TypeAlias = Callable[[int, int], grain.IterDataset]
@@ -98,10 +98,8 @@ class ExampleStream:
         check_dataset(f"Epoch {epoch} of `dataset`", dataset)
         return dataset
 
-    def listed_sequences(
-        self, names: Collection[str]
-    ) -> list[str] | dict[str, list[str]] | None:
-        """Returns the features that are padded, as lists.
+    def config(self, names: Collection[str]) -> dict[str, Any]:
+        """Returns what batches depend on, as plain Python for JSON.
 
         Args:
           names: the names of several sequences; empty if examples have one length.
@@ -109,20 +107,10 @@ class ExampleStream:
         Raises:
           ValueError: if a feature is repeated, or the sequences are not `names`.
         """
-        if names:
-            return listed_by_sequence(self.sequences, names)
-        if self.sequences is None:
-            return None
-        return listed_names(cast(Sequence[str], self.sequences))
-
-    def config(self, names: Collection[str]) -> dict[str, Any]:
-        """Returns what batches depend on, as plain Python for JSON.
-
-        Args:
-          names: the names of several sequences; empty if examples have one length.
-        """
+        one = None if names else self.sequences
+        listed = None if one is None else listed_names(cast(Sequence[str], one))
         return {
-            "sequences": axis_labels(self.listed_sequences(names)),
+            "sequences": axis_labels(self.sequences if names else listed, names),
             "pad_value": self.pad_value,
             "transform": self.transform and transform_name(self.transform),
             "seed": self.seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.position import DataPosition
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
@@ -23,16 +23,18 @@ from jaxbucket.stream.state import StreamState
 
 # The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
+_REMEDY = (
+    "Make it the same whenever it is read, by seeding all random draws. If a loader "
+    "shuffles, pass a function of (epoch, seed) that creates it with this seed; if its "
+    "state does not include a buffer of shuffled examples, omit `resume`."
+)
 
 
 class ServedStep(NamedTuple):
     """A step that was served or started, and the counts before it."""
 
     step: int
-    read: int
-    arrived: int
-    checksum: int
-    ended: bool
+    counts: StreamCounts
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
     taken: list[int]  # Indices of the examples of the step.
@@ -62,7 +64,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
     @property
     def counts(self) -> StreamCounts:
         """The numbers of examples read, dropped, truncated and split so far."""
-        return dataclasses.replace(self._reader.counts)
+        return self._reader.counts.copy()
 
     def recent_lengths(self) -> Any:
         """Returns the lengths of the most recent examples, to plan with them.
@@ -79,7 +81,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
     @property
     def ended(self) -> bool:
         """Whether the stream of this process has ended and all of it was served."""
-        return self._reader.ended and not len(self._pool)
+        return self._reader.counts.ended and not len(self._pool)
 
     def __next__(self) -> Batch:
         self._assert_not_closed()
@@ -126,28 +128,19 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             taken += [x.index for row in rows for x in row]
             tokens += sum(x.num_tokens for row in rows for x in row)
             batches += self._collate(phase, bucket, rows)
-        if not self._reader.ended:
+        if not self._reader.counts.ended:
             positions = sum(batch.bucket.num_tokens for batch in batches)
             self._monitor.add_step(step, len(taken), tokens, positions)
         if len(self._served) > _STEPS_KEPT:
             self._served.popleft()
-        self._reader.forget(self._served[0].oldest, self._served[0].read)
+        self._reader.forget(self._served[0].oldest, self._served[0].counts.read)
         self._step += 1
         return tuple(batches)
 
     def _before_step(self, taken: list[int]) -> ServedStep:
-        reader, number = self._reader, len(self._pool)
-        arrived = reader.counts.arrived
-        return ServedStep(
-            step=self._step,
-            read=reader.counts.read,
-            arrived=arrived,
-            checksum=reader.checksum,
-            ended=reader.ended,
-            num_pending=number,
-            oldest=self._pool.oldest()[0] if number else arrived,
-            taken=taken,
-        )
+        number, counts = len(self._pool), self.counts
+        oldest = self._pool.oldest()[0] if number else counts.arrived
+        return ServedStep(self._step, counts, number, oldest, taken)
 
     def _enter_phase(self, step: int) -> Phase:
         """Returns the current phase, and puts pending examples into its buckets."""
@@ -194,7 +187,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         if run.policy == "first" or waited > run.max_wait:
             return bucket
         rows = [number * run.micro_batches_per_bucket for number in phase.rows]
-        return self._pool.closest(rows, reader.ended)
+        return self._pool.closest(rows, reader.counts.ended)
 
     def _collate(
         self, phase: Phase, bucket: int, rows: list[list[PooledExample]]
@@ -208,7 +201,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             collate_rows,
             bucket=Bucket(num_rows, phase.plan.buckets[bucket].seq_len),
             like=self._feature_template(),
-            sequences=run.examples.listed_sequences(phase.plan.sequences),
+            sequences=run.examples.sequences,
             pad_value=run.examples.pad_value,
             max_segments=run.max_segments,
         )
@@ -223,15 +216,8 @@ class StreamIterator(grain.DatasetIterator[Batch]):
     def _feature_template(self) -> Example:
         """Returns an example with the features of all batches, including empty ones."""
         if self._template is None:
-            self._template = self._reader.first_example()
-        if self._template is None:
-            self._template = example_from_specs(self._lockstep.features)
-        if self._template is None:
-            raise ValueError(
-                "`like` is missing. The stream of this process has no example, so the "
-                "features of its empty rows are not known. Pass "
-                "`ExampleStream(dataset, like=example)`."
-            )
+            of_others = example_from_specs(self._lockstep.features)
+            self._template = self._reader.first_example(of_others)
         return self._template
 
     def get_state(self) -> dict[str, Any]:
@@ -255,7 +241,8 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             set last was rejected.
           RuntimeError: if an interrupt during the last step lost examples.
         """
-        if isinstance(self._failure, RejectedStateError):
+        if self._failure is not None and not self._served:
+            # The last state was rejected, as opposed to a step that failed.
             raise self._failure
         later = [x for x in self._served if x.step >= step]
         if step != self._step and (not later or later[0].step != step):
@@ -267,7 +254,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         before = later[0] if later else self._before_step([])
         pending = [example.index for example in self._pool.pending()]
         pending += [index for x in later for index in x.taken]
-        pending = sorted(index for index in pending if index < before.arrived)
+        pending = sorted(index for index in pending if index < before.counts.arrived)
         if len(pending) != before.num_pending:
             raise RuntimeError(
                 f"Step {self._step} was interrupted while examples were moved from the "
@@ -275,25 +262,19 @@ class StreamIterator(grain.DatasetIterator[Batch]):
                 "state that was saved earlier."
             )
         return StreamState(
-            config=self._config(step, before.ended),
-            step=step,
-            read=before.read,
-            arrived=before.arrived,
-            checksum=before.checksum,
-            ended=before.ended,
-            pending=pending,
-            current_round=self._lockstep.round_at(step),
-            snapshot=self._reader.snapshot(before.oldest, before.read),
+            self._position(step, before.counts),
+            before.counts,
+            pending,
+            self._lockstep.round_at(step),
+            self._reader.snapshot(before.oldest, before.counts.read),
         ).to_dict()
 
-    def _config(self, step: int, ended: bool) -> dict[str, Any]:
+    def _position(self, step: int, counts: StreamCounts) -> DataPosition:
         """Returns what the state before a step depends on."""
-        return {
-            **self._run.config(before=step),
-            "shard": list(self._run.shard.parts),
-            # Only batches after the end of the stream depend on it.
-            "num_epochs": self._run.examples.num_epochs if ended else 0,
-        }
+        # Only batches after the end of the stream depend on the number of epochs.
+        num_epochs = self._run.examples.num_epochs if counts.ended else 0
+        parts = list(self._run.shard.parts)
+        return self._run.position(step, parts_here=parts, num_epochs=num_epochs)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores a state, and reads its pending examples again.
@@ -310,27 +291,31 @@ class StreamIterator(grain.DatasetIterator[Batch]):
           Exception: any error of the stream.
         """
         saved = StreamState.from_dict(state)
-        saved.check_config(self._config(saved.step, saved.ended))
+        step = saved.position.step
+        saved.position.check_same(self._position(step, saved.counts))
         self._reader.close()
-        self._start(saved.step)
+        self._start(step)
         # This error applies until the state has been restored completely.
-        self._failure = RejectedStateError(
+        self._failure = ValueError(
             "The last state that was set was rejected, so the iterator has no valid "
             "state. Call `set_state` with a saved state."
         )
         self._reader.restore(saved.snapshot)
-        self._lockstep.restore(saved.step, saved.current_round)
+        self._lockstep.restore(step, saved.current_round)
         pending = set(saved.pending)
-        while self._reader.counts.read < saved.read:
+        while self._reader.counts.read < saved.counts.read:
             examples = self._reader.read()
             if not examples:
                 break
             if found := [x for x in examples if x.index in pending]:
                 self._put(found)
-        saved.check_read(self._reader, self._pool.pending())
-        if saved.ended:
-            # Otherwise, the reader finds the end only when it reads on.
-            self._reader.ended = True
+        # By itself, the reader finds the end only when it reads on.
+        self._reader.counts.ended = saved.counts.ended
+        if self._reader.counts != saved.counts:
+            raise ValueError(
+                f"The stream has changed: it had {saved.counts}, and now has "
+                f"{self._reader.counts}. {_REMEDY}"
+            )
         self._failure = None
 
     def close(self) -> None:
@@ -341,7 +326,3 @@ class StreamIterator(grain.DatasetIterator[Batch]):
 
     def __str__(self) -> str:
         return f"StreamIterator(step={self._step})"
-
-
-class RejectedStateError(ValueError):
-    """The iterator has no valid state, because the last one was rejected."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.checks import check_function, with_article
+from jaxbucket.base.notes import Noting
 from jaxbucket.data.example import Example
 
 ToExample: TypeAlias = Callable[[Any], Example | Iterable[Example]]
@@ -79,24 +80,11 @@ def from_loader(
       The dataset, for `stream_batches` and `sample_lengths`.
 
     Raises:
-      ValueError: if `loader` cannot be iterated over, `to_example` is not callable, or
-        `resume` lacks a method. From an iterator: if `to_example` returns something
-        else, an iterator such as a generator is read a second time, or a resumed loader
-        has other elements than before.
+      ValueError: if `to_example` is not callable. From an iterator: if it returns
+        something else, an iterator such as a generator is read a second time, or a
+        resumed loader has other elements than before.
     """
-    if not isinstance(loader, Iterable):
-        raise ValueError(
-            f"`loader` is {with_article(loader)}, which cannot be iterated over. Pass "
-            "an iterable of examples or batches."
-        )
     check_function("to_example", to_example, "an element of the loader")
-    has_state = hasattr(resume, "state_dict") and hasattr(resume, "load_state_dict")
-    if resume is not None and not has_state:
-        raise ValueError(
-            f"`resume` is {with_article(resume)} without `state_dict` and "
-            "`load_state_dict`. Pass an object with these methods, or omit it to read "
-            "the loader again from its beginning."
-        )
     return LoaderDataset(loader, to_example, checked_shard(shard), resume)
 
 
@@ -141,10 +129,9 @@ class LoaderDataset(grain.IterDataset[Example]):
         iterator = iter(self._loader)
         if iterator is self._loader and self._is_read:
             raise ValueError(
-                f"`loader` is {with_article(self._loader)}, which can be iterated over "
-                "only once, so it cannot be sampled before it is read, has no second "
-                "epoch and cannot be resumed. Pass an object that returns a new "
-                "iterator each time."
+                f"`loader` is {with_article(self._loader)}, which can be read only "
+                "once, so it has no second epoch and cannot be sampled or resumed. "
+                "Pass an object that returns a new iterator each time."
             )
         self._is_read = True
         return iterator
@@ -165,18 +152,13 @@ class LoaderDataset(grain.IterDataset[Example]):
         Raises:
           ValueError: if `to_example` returns something else.
         """
-        try:
+        with Noting("This is the result of `to_example`."):
             converted: Any = self._to_example(element)
             is_one = isinstance(converted, Mapping)
             examples: list[Any] = [converted] if is_one else list(converted)
-        except StopIteration as error:
-            # It would look like the end of the loader.
-            raise RuntimeError("`to_example` raised StopIteration.") from error
-        for example in examples:
-            if not isinstance(example, Mapping):
+            if not all(isinstance(example, Mapping) for example in examples):
                 raise ValueError(
-                    f"`to_example` returned {with_article(converted)} with "
-                    f"{with_article(example)}. Return a dict of arrays, or a list of "
+                    f"{converted!r} is not a dict of arrays. Return one, or a list of "
                     "such dicts if the element is a batch."
                 )
         return examples

@@ -11,12 +11,13 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxbucket.base.digest import digest
+from jaxbucket.base.position import entry_changes
 from jaxbucket.data.example import Example, Features, feature_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drain import cheapest_batches
@@ -126,9 +127,7 @@ class Lockstep:
         text = json.dumps(status._asdict())
         replies = self._run.processes.gather(self._name, text)
         statuses = [PeerStatus(**json.loads(text)) for text in replies]
-        _check_same_config(statuses)
-        if not self._is_checked:
-            _check_different_examples(statuses)
+        _check_peers(statuses)
         self._is_checked = True
         self.features = next((x.features for x in statuses if x.features), {})
         if not is_known:
@@ -151,12 +150,12 @@ class Lockstep:
             },
             parts=list(self._run.shard.parts),
             pool_digest=digest(np.array(lengths, "<i8").data),
-            ended=reader.ended,
+            ended=reader.counts.ended,
             shortest=pool.first_bucket(),
             rows_needed=pool.rows_needed(),
             features=feature_specs(template),
             arrived=reader.counts.arrived,
-            checksum=reader.checksum,
+            checksum=reader.counts.checksum,
             distinct=len({add_checksum(0, x.example) for x in compared}),
         )
 
@@ -202,57 +201,51 @@ class Lockstep:
             self._rounds.append(current._replace(end=end))
 
 
-def _check_same_config(statuses: Sequence[PeerStatus]) -> None:
-    """Raises a ValueError that lists all differences between the processes."""
-    if differences := list(_differences(statuses)):
+def _check_peers(statuses: Sequence[PeerStatus]) -> None:
+    """Raises a ValueError that lists all differences between the processes.
+
+    Processes with different rows must not have read the same examples. But data to
+    measure the throughput may consist of a few examples that are repeated.
+    """
+    differences: list[str] = []
+    for first, other, a, b in _pairs(statuses, lambda x: "all"):
+        part = f"processes {first} and {other}:"
+        differences += entry_changes(part, a.config, b.config).values()
+    for first, other, a, b in _pairs(statuses, lambda x: bool(x.features) or None):
+        part = f"processes {first} and {other}: feature"
+        differences += entry_changes(part, _kinds(a), _kinds(b)).values()
+    for first, other, a, b in _pairs(statuses, lambda x: tuple(x.parts)):
+        if a.pool_digest != b.pool_digest:
+            differences.append(
+                f"processes {first} and {other} have the same rows, {a.parts}, but "
+                "different streams"
+            )
+    for first, other, a, b in _pairs(statuses, lambda x: (x.arrived, x.checksum)):
+        if a.parts != b.parts and b.distinct >= _MIN_DISTINCT:
+            differences.append(
+                f"processes {first} and {other} have different rows, but the same "
+                f"{a.arrived} examples; give each a part of the stream, for example "
+                "with `from_loader(..., shard=jb.sharding.local_rows(mesh))`"
+            )
+    if differences:
         raise ValueError(
-            "The processes have different stream configurations: "
-            f"{'; '.join(differences)}. Start all of them with the same plan, lengths, "
-            "options and step."
+            f"The processes batch differently: {'; '.join(differences)}. Start all of "
+            "them with the same plan, lengths, options and step."
         )
 
 
-def _check_different_examples(statuses: Sequence[PeerStatus]) -> None:
-    """Raises a ValueError if processes with different rows have read the same examples.
+def _pairs(
+    statuses: Sequence[PeerStatus], key: Callable[[PeerStatus], Any]
+) -> Iterator[tuple[int, int, PeerStatus, PeerStatus]]:
+    """Yields each process with the first one that has the same key, if it is not None.
 
-    Data to measure the throughput may consist of a few examples that are repeated.
+    Each pair is the numbers of two processes, and their statuses.
     """
-    first_with: dict[tuple[int, int], int] = {}
+    first_with: dict[Any, int] = {}
     for index, status in enumerate(statuses):
-        first = first_with.setdefault((status.arrived, status.checksum), index)
-        is_varied = status.distinct >= _MIN_DISTINCT
-        if is_varied and status.parts != statuses[first].parts:
-            raise ValueError(
-                f"Processes {first} and {index} fill different rows, but their streams "
-                f"begin with the same {status.arrived} examples, so examples would be "
-                "repeated. Read a different part in each process, for example with "
-                "`from_loader(..., shard=jb.sharding.local_rows(mesh))`."
-            )
-
-
-def _differences(statuses: Sequence[PeerStatus]) -> Iterator[str]:
-    """Compares each process with the first one that has comparable values."""
-    for index, status in enumerate(statuses):
-        for name, value in statuses[0].config.items():
-            # Compared as text, because NaN is not equal to itself.
-            if str(other := status.config.get(name)) != str(value):
-                yield (
-                    f"{name.replace('_', ' ')} is {value} in process 0, "
-                    f"{other} in {index}"
-                )
-    kinds = [(index, _kinds(x)) for index, x in enumerate(statuses) if x.features]
-    for index, kind in kinds:
-        first, expected = kinds[0]
-        if kind != expected:
-            yield f"features are {expected} in process {first}, {kind} in {index}"
-    first_with: dict[tuple[int, ...], int] = {}
-    for index, status in enumerate(statuses):
-        first = first_with.setdefault(tuple(status.parts), index)
-        if status.pool_digest != statuses[first].pool_digest:
-            yield (
-                f"processes {first} and {index} have the same rows, {status.parts}, "
-                "but different streams"
-            )
+        if (group := key(status)) is not None:
+            first = first_with.setdefault(group, index)
+            yield first, index, statuses[first], status
 
 
 def _kinds(status: PeerStatus) -> dict[str, str]:

@@ -14,17 +14,8 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.data.example import (
-    Example,
-    Sequences,
-    as_arrays,
-    copy_features,
-)
-from jaxbucket.data.sequence_axes import (
-    SequenceAxes,
-    sequence_axes,
-    sequence_lengths,
-)
+from jaxbucket.data.example import Example, Sequences, copy_features
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.plan.flow.dominance import is_maximal
 
 if TYPE_CHECKING:
@@ -86,9 +77,8 @@ class LengthLimits:
           ValueError: if the example has no length, or is too long under the policy
             "error".
         """
-        arrays = as_arrays(example)
-        axes = sequence_axes(arrays, self.sequences, self.names)
-        by_name = sequence_lengths(arrays, axes)
+        spec = ExampleSpec(example, self.sequences, self.names)
+        by_name = spec.lengths(spec.arrays)
         names = self.names or tuple(by_name)
         lengths = tuple(by_name[name] for name in names)
         if self._hold(lengths):
@@ -98,7 +88,7 @@ class LengthLimits:
             (length,), ((size,),) = lengths, self.shapes
             starts = range(0, length, size)
             return [
-                _chunk(arrays, axes, {names[0]: slice(x, min(x + size, length))})
+                _chunk(spec, {names[0]: slice(x, min(x + size, length))})
                 for x in starts
             ]
         kept = self._truncated(lengths)
@@ -114,7 +104,7 @@ class LengthLimits:
             for length, size, policy in zip(lengths, kept, self.policies, strict=True)
         )
         spans = (slice(x, x + size) for x, size in zip(starts, kept, strict=True))
-        return [_chunk(arrays, axes, dict(zip(names, spans, strict=True)))]
+        return [_chunk(spec, dict(zip(names, spans, strict=True)))]
 
     def _hold(self, lengths: ExampleLengths) -> bool:
         return any(all(map(operator.le, lengths, shape)) for shape in self.shapes)
@@ -153,18 +143,17 @@ class LengthLimits:
 
 
 def _chunk(
-    arrays: Mapping[str, np.ndarray], axes: SequenceAxes, spans: Mapping[str, slice]
+    spec: ExampleSpec, spans: Mapping[str, slice]
 ) -> tuple[ExampleLengths, Example]:
     """Returns the lengths of a part of an example, and the part.
 
     Args:
-      arrays: the features of the example.
-      axes: mapping from each sequence feature to the sequences of its leading axes.
+      spec: the example.
       spans: the positions to keep in each sequence, in the order of the lengths.
     """
     # Copied, because a view would keep the whole array in memory.
     chunk = {
-        name: np.array(value[tuple(spans[x] for x in axes.get(name, ()))])
-        for name, value in arrays.items()
+        name: np.array(value[tuple(spans[x] for x in spec.axes.get(name, ()))])
+        for name, value in spec.arrays.items()
     }
     return tuple(span.stop - span.start for span in spans.values()), chunk

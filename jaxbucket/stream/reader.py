@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import grain
 
 from jaxbucket.base.notes import Noting
-from jaxbucket.data.example import Example
-from jaxbucket.data.transform import StreamTransform
+from jaxbucket.data.example import Example, copy_features
+from jaxbucket.data.transform import apply_transform
+from jaxbucket.schedule.example_draws import example_rng
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.loader import add_checksum
 from jaxbucket.stream.overlong import ExampleLengths, LengthLimits
@@ -50,7 +51,7 @@ class PooledExample:
 
 @dataclasses.dataclass
 class StreamCounts:
-    """The numbers of examples read from a stream, and of overlong examples.
+    """How far a stream has been read, and the numbers of overlong examples.
 
     Attributes:
       read: examples that were read.
@@ -60,6 +61,9 @@ class StreamCounts:
       truncated: overlong examples that were truncated.
       truncated_tokens: positions removed by truncation.
       split: overlong examples that were split.
+      checksum: the checksum of the arrived examples, which shows whether a stream has
+        changed.
+      ended: whether the stream has ended.
     """
 
     read: int = 0
@@ -68,6 +72,11 @@ class StreamCounts:
     truncated: int = 0
     truncated_tokens: int = 0
     split: int = 0
+    checksum: int = 0
+    ended: bool = False
+
+    def copy(self) -> StreamCounts:
+        return dataclasses.replace(self)
 
 
 class Snapshot(NamedTuple):
@@ -77,14 +86,12 @@ class Snapshot(NamedTuple):
       epoch: the epoch of the next example.
       epoch_index: index of the next example in its epoch.
       counts: the counts of all examples before it.
-      checksum: the checksum of all examples before it.
       state: the state of the user's iterator.
     """
 
     epoch: int
     epoch_index: int
     counts: StreamCounts
-    checksum: int
     state: Any
 
 
@@ -100,16 +107,10 @@ class StreamReader:
 
     def __post_init__(self):
         self.counts = StreamCounts()
-        # The checksum of all arrived examples, which detects a stream that has changed.
-        self.checksum = 0
-        self.ended = False
         self._epoch = self._epoch_index = 0
         self._epoch_has_example = False
         self._iterator: grain.DatasetIterator[Example] | None = None
         self._snapshots: collections.deque[Snapshot] = collections.deque()
-        self._transform = StreamTransform(
-            self.examples.transform, self.examples.seed, self.part
-        )
 
     def read(self) -> list[PooledExample]:
         """Reads an example and returns it, or its chunks; an empty list at the end.
@@ -118,7 +119,7 @@ class StreamReader:
           ValueError: if the example is too long, or an epoch has no example.
           Exception: any error of the stream, with a note that names the example.
         """
-        while not self.ended:
+        while not self.counts.ended:
             origin = (self._epoch, self._epoch_index)
             with Noting(_NOTE.format(*origin)):
                 self._take_snapshot_if_due()
@@ -126,7 +127,7 @@ class StreamReader:
                 if example is _END:
                     rows = []
                 else:
-                    example = self._transform.apply(example, *origin)
+                    example = self._transformed(example, *origin)
                     rows = self.limits.apply(example, self.counts)
             if example is _END:
                 self._end_epoch()
@@ -138,12 +139,20 @@ class StreamReader:
             if rows:
                 self._epoch_has_example = True
                 for _, row in rows:
-                    self.checksum = add_checksum(self.checksum, row)
+                    self.counts.checksum = add_checksum(self.counts.checksum, row)
                 return [
                     PooledExample(index, lengths, row, *origin)
                     for index, (lengths, row) in enumerate(rows, first)
                 ]
         return []
+
+    def _transformed(self, example: Example, epoch: int, index: int) -> Example:
+        """Returns an example of an epoch after the transform, if there is one."""
+        transform = self.examples.transform
+        if transform is None:
+            return example
+        rng = example_rng(self.examples.seed, self.part, epoch, index)
+        return apply_transform(transform, example, rng)
 
     def _opened(self) -> grain.DatasetIterator[Example]:
         if self._iterator is None:
@@ -158,20 +167,36 @@ class StreamReader:
                 f"policy `overlong={self.limits.overlong!r}`."
             )
         if self._epoch + 1 == self.examples.num_epochs:
-            self.ended = True
+            self.counts.ended = True
             return
         self.close()
         self._epoch += 1
         self._epoch_index = 0
         self._epoch_has_example = False
 
-    def first_example(self) -> Example | None:
-        """Reads the first example by a new iterator; returns None if there is none."""
+    def first_example(self, default: Example | None = None) -> Example:
+        """Reads the first example by a new iterator.
+
+        Args:
+          default: the result if there is no example.
+
+        Raises:
+          ValueError: if there is neither an example nor a default.
+          Exception: any error of the stream, with a note that names the example.
+        """
         with Noting(_NOTE.format(0, 0)):
             iterator = iter(self.examples.epoch_dataset(0))
             example: Any = next(iterator, _END)
             iterator.close()
-            return None if example is _END else self._transform.apply(example, 0, 0)
+            if example is not _END:
+                return copy_features(self._transformed(example, 0, 0))
+        if default is None:
+            raise ValueError(
+                "`like` is missing. The stream of this process has no example, so the "
+                "features of its empty rows are not known. Pass "
+                "`ExampleStream(dataset, like=example)`."
+            )
+        return default
 
     def _take_snapshot_if_due(self) -> None:
         last = self._snapshots[-1] if self._snapshots else None
@@ -186,8 +211,7 @@ class StreamReader:
                 # No example arrived in between, so the new one replaces the last one.
                 self._snapshots.pop()
         state = copy.deepcopy(self._opened().get_state())
-        counts = dataclasses.replace(self.counts)
-        self._snapshots.append(Snapshot(*origin, counts, self.checksum, state))
+        self._snapshots.append(Snapshot(*origin, self.counts.copy(), state))
 
     def snapshot(self, index: int, read: int) -> Snapshot:
         """Returns the latest snapshot from which an example can be read again.
@@ -222,8 +246,7 @@ class StreamReader:
         self._epoch_has_example = snapshot.epoch_index > 0
         with Noting(_NOTE.format(self._epoch, self._epoch_index)):
             self._opened().set_state(copy.deepcopy(snapshot.state))
-        self.counts = dataclasses.replace(snapshot.counts)
-        self.checksum = snapshot.checksum
+        self.counts = snapshot.counts.copy()
         self._snapshots.append(snapshot)
 
     def close(self) -> None:

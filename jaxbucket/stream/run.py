@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -22,12 +23,12 @@ from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
     check_positive,
-    with_article,
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.reports.epoch import row_lengths
@@ -91,21 +92,11 @@ class StreamRun:
                 # Python's integers, for JSON.
                 object.__setattr__(self, name, check_positive(argument, value))
         # Checks the plans and the sequences.
-        self.examples.listed_sequences(self.phases[0].plan.sequences)
-        self._check_processes()
-
-    def _check_processes(self) -> None:
-        if self.processes is not None and not hasattr(self.processes, "gather"):
+        self.examples.config(self.phases[0].plan.sequences)
+        if self.num_processes is None and self.num_steps is None:
             raise ValueError(
-                f"`processes={self.processes!r}` has no `gather` method. Pass the "
-                "`Processes` of the run."
-            )
-        is_alone = self.has_all_rows or self.processes is not None
-        if not is_alone and self.num_steps is None:
-            raise ValueError(
-                "`processes` is missing. This process has only a part of the rows and "
-                "cannot see when the streams of the others end. Pass the `Processes` "
-                "of the run, or `num_steps`."
+                "`processes` is missing, so this process with a part of the rows "
+                "cannot see when other streams end. Pass it, or `num_steps`."
             )
 
     @functools.cached_property
@@ -156,10 +147,9 @@ class StreamRun:
     def new_reader(self) -> StreamReader:
         """Returns a reader at the start of the stream."""
         plan, examples = self.phases[0].plan, self.examples
-        sequences = examples.listed_sequences(plan.sequences)
         return StreamReader(
             examples=examples,
-            limits=LengthLimits.of_plan(plan, sequences),
+            limits=LengthLimits.of_plan(plan, examples.sequences),
             part=self.shard.parts[0],
             snapshot_every=max(1, self.pool_size // _SNAPSHOTS_PER_POOL),
             # A process's share may be empty, but an empty stream must not be repeated
@@ -194,6 +184,38 @@ class StreamRun:
             "plans": self.plans(0, max(before, 1)),
         }
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits of everything that batches depend on, except the stream."""
+        return digest(json.dumps(self.config(), sort_keys=True).encode())
+
+    def position(self, step: int, **options: Any) -> DataPosition:
+        """Returns the position before a step.
+
+        Args:
+          step: the next step.
+          options: what the batches before it also depend on in this process.
+        """
+        # The plan of the next step may change until this step is done.
+        phase = self.phase_at(max(step - 1, 0))
+        plan = {**json.loads(phase.plan.to_json()), "fingerprint": phase.fingerprint}
+        data = {"lengths": "unknown", "fingerprint": digest(b"")}
+        if phase.sample is not None:
+            data = {
+                "lengths": len(phase.sample),
+                "tokens": int(phase.sample.sum(dtype=np.int64)),
+                "fingerprint": digest(np.ascontiguousarray(phase.sample, "<i8").data),
+            }
+        schedule = {
+            **self.config(before=step),
+            **options,
+            "later": self.plans(max(step, 1), math.inf),
+            "processes": self.num_processes,
+            "fingerprint": self.fingerprint,
+        }
+        plan = {name: plan[name] for name in plan if name not in ("format", "version")}
+        return DataPosition(step, plan, data, schedule)
+
     def plans(self, start: float, end: float) -> str:
         """Returns a description of the plans that begin within a range of steps."""
         return ", ".join(
@@ -217,22 +239,18 @@ def _make_phases(
       ValueError: if plans, lengths and options do not fit together.
     """
     plans = _by_step(plan)
-    if not all(isinstance(x, BucketPlan) for x in plans.values()):
-        kinds = ", ".join(with_article(x) for x in plans.values())
+    if 0 not in plans or not all(isinstance(x, BucketPlan) for x in plans.values()):
+        kinds = {step: type(value).__name__ for step, value in plans.items()}
         raise ValueError(
-            f"`plan` is {kinds}, not a `BucketPlan`. Make one with `plan_buckets`."
-        )
-    if 0 not in plans:
-        raise ValueError(
-            f"`plan` has the first steps {sorted(plans)}. Include a plan for step 0."
+            f"`plan` has {kinds} by first steps. Pass a `BucketPlan`, or a dict "
+            "`{first step: plan}` that includes step 0."
         )
     samples = _by_step(lengths)
     if len(samples) == 1 and 0 in samples:
         samples = dict.fromkeys(plans, samples[0])
     if samples.keys() != plans.keys():
         raise ValueError(
-            f"`lengths` has the steps {sorted(samples)}, but `plan` has "
-            f"{sorted(plans)}. Pass lengths for each plan, or the same for all plans."
+            f"`lengths` has the steps {sorted(samples)}, but `plan` {sorted(plans)}."
         )
     for step in plans:
         _check_later_plan(step, plans[step], plans[0])
@@ -258,32 +276,27 @@ def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
         and fits(before, after).any(axis=1).all()
     ):
         raise ValueError(
-            f"`plan[{step}]` does not hold the same examples as the first plan, some "
-            "of which are pending. Plan with the same sequences, `overlong` and "
-            "`max_seq_len`, and append the longest T of the first plan to the lengths."
+            f"`plan[{step}]` does not hold the examples of the first plan. Plan with "
+            "the same sequences, `overlong` and `max_seq_len`, and append the longest "
+            "T of the first plan to the lengths."
         )
 
 
 def _make_phase(
     step: int, plan: BucketPlan, lengths: Lengths | None, run: StreamRun
 ) -> Phase:
-    if bool(plan.sequences) and run.max_segments is not None:
+    is_packed = run.max_segments is not None
+    if is_packed and plan.sequences or plan.packed and not is_packed:
         raise ValueError(
-            f"`max_segments_per_row={run.max_segments}` requires examples with one "
-            f"length, but the plan has the sequences {list(plan.sequences)}. Omit it, "
-            "to have one example per row."
-        )
-    if plan.packed and run.max_segments is None:
-        raise ValueError(
-            "`max_segments_per_row` is missing, and the plan is for packed rows. Pass "
-            "the largest number of examples in a row, or `plan.unpacked` to have one."
+            f"`max_segments_per_row={run.max_segments}` does not fit {plan}. Packed "
+            "rows have one length and a largest number of examples; pass it, or "
+            "`plan.unpacked`, to have one example per row."
         )
     rows = _local_rows(plan, run)
     if lengths is None and not run.has_all_rows:
         raise ValueError(
-            "`lengths` is missing. Several processes share a sequence of buckets that "
-            "is derived from the lengths that the plan was made for. Pass the same "
-            "lengths in all processes."
+            "`lengths` is missing, from which several processes derive the sequence "
+            "of buckets. Pass those of the plan, the same in all processes."
         )
     sample = sequence = None
     if lengths is not None:
@@ -307,7 +320,6 @@ def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
         of_batches = f" of {batches} batches" if batches > 1 else ""
         raise ValueError(
             f"`pool_size={run.pool_size}` is smaller than the {needed} rows"
-            f"{of_batches} of bucket {plan.buckets[rows.index(max(rows))]}. Raise it "
-            "to a few times this number."
+            f"{of_batches} of a bucket. Raise it to a few times this number."
         )
     return rows

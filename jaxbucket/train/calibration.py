@@ -29,8 +29,8 @@ from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, as_arrays
-from jaxbucket.data.sequence_axes import sequence_axes
+from jaxbucket.data.example import Example
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.limits import Limits
@@ -223,8 +223,9 @@ def _full_batch(
     example: Example, num_rows: int, bucket: Bucket, sequences: Sequence[str] | None
 ) -> Batch:
     """Returns a batch without padding, whose rows all repeat one example."""
-    arrays = as_arrays(example)
-    for name in sequence_axes(arrays, sequences):
+    spec = ExampleSpec(example, sequences)
+    arrays = spec.arrays
+    for name in spec.axes:
         value = arrays[name]
         arrays[name] = np.resize(value, (bucket.tokens_per_row, *value.shape[1:]))
     local = Bucket(num_rows, bucket.seq_len)

@@ -6,7 +6,6 @@ import grain
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from absl import flags
 
 import jaxbucket as jb
 
@@ -23,13 +22,6 @@ def iterable(source=SOURCE, schedule=None, **options) -> grain.IterDataset:
     """The batches of a run, by default always the same one."""
     schedule = schedule or schedule_of()
     return jb.batch_dataset(source, schedule, **options).to_iter_dataset()
-
-
-def in_workers(**options) -> grain.IterDataset:
-    """The same batches, loaded by two worker processes."""
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    return iterable(**options).mp_prefetch(grain.MultiprocessingOptions(2))
 
 
 def tokens_of(batches) -> list:
@@ -80,24 +72,14 @@ def test_batches_may_be_transformed_after_the_call():
         next(other)
 
 
-less = jb.plan_buckets(LENGTHS, max_tokens=240, num_buckets=3)
 longer = [{"tokens": np.full(n, 5)} for n in LENGTHS]
 OTHERS = {
-    "seed": ({"schedule": schedule_of(seed=1)}, "step 4, .* schedule seed 0 -> 1"),
-    "order": ({"schedule": schedule_of(order="source")}, "order"),
-    "plan": (
-        {"schedule": jb.BatchSchedule(less, LENGTHS)},
-        "plan max tokens 256 -> 24",
-    ),
+    "seed": ({"schedule": schedule_of(seed=1)}, "schedule seed 0 -> 1"),
     "contents": ({"source": longer}, "data fingerprint"),
-    "pad_value": ({"pad_value": -1}, "schedule pad value 0 -> -1"),
     "transform": ({"transform": add_one}, "transform None -> .*add_one"),
-    "micro-batches": (
-        {"schedule": schedule_of(accumulate=2)},
-        "accumulate 1 -> 2",
-    ),
+    "micro-batches": ({"schedule": schedule_of(accumulate=2)}, "accumulate 1 -> 2"),
     "mixture": ({"source": PAIR, "schedule": mixture_of(1)}, "schedule"),
-    "first step": ({"start_step": 2}, "`start_step=2` differs from the 0 of the stat"),
+    "first step": ({"start_step": 2}, "`start_step=2`"),
 }
 
 
@@ -116,11 +98,11 @@ def test_another_run_refuses_the_state(name):
     assert tokens_of([next(other)] if name != "micro-batches" else next(other))
 
 
-@pytest.mark.parametrize("state", [{"next_index": 3}, {}, {"position": 3}])
+@pytest.mark.parametrize("state", [{"next_index": 3}, {"position": 3}])
 def test_a_state_without_a_position_is_refused(state):
     iterator = iter(iterable())
     iterator.set_state(state)
-    with pytest.raises(ValueError, match="has no position.*`start_step`|is not a val"):
+    with pytest.raises(ValueError, match="is not a valid"):
         next(iterator)
 
 
@@ -143,19 +125,3 @@ def test_the_checkpoints_of_grain_and_orbax_restore_iterators(tmp_path):
         assert tokens_of(restored()) == expected[5:]
         with pytest.raises(ValueError, match=r"step 5, .* schedule seed 0 -> 3\."):
             next(restored(schedule=schedule_of(seed=3)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("step", [0, 1, 5])
-def test_workers_restore_their_own_states_only(step):
-    expected = tokens_of(iterable())
-    state = saved_after(in_workers(), step)
-    again = iter(in_workers())
-    again.set_state(state)
-    assert tokens_of(again) == expected[step:]
-    again.close()
-    other = iter(in_workers(schedule=schedule_of(seed=1)))
-    other.set_state(state)
-    with pytest.raises(ValueError, match="schedule seed 0 -> 1"):
-        next(other)
-    other.close()

@@ -1,5 +1,3 @@
-import re
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -7,7 +5,7 @@ import pytest
 
 from jaxbucket import Bucket
 from jaxbucket.data import collate_rows, unbatch
-from jaxbucket.data.sequence_axes import example_length
+from jaxbucket.data.example_spec import example_lengths
 
 
 def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
@@ -99,11 +97,6 @@ def test_a_vector_is_stacked_if_sequences_are_named():
     assert set(batch.segment_ids) == {"x"}
 
 
-def test_a_single_name_may_be_a_string():
-    batch = collate_rows([{"x": [1], "v": [1, 2]}], Bucket(1, 2), sequences="x")
-    assert batch.features["v"].tolist() == [[1, 2]]
-
-
 def test_long_examples_are_truncated_on_request():
     rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
     for options, kept in (
@@ -117,14 +110,6 @@ def test_long_examples_are_truncated_on_request():
         assert batch.num_tokens == 5
 
 
-def test_features_of_an_empty_batch_come_from_like():
-    batch = collate_rows([], Bucket(2, 3), like={"x": np.zeros((1, 4), np.float16)})
-    assert batch.features["x"].shape == (2, 3, 4)
-    assert batch.features["x"].dtype == np.float16
-    assert batch.num_examples == 0
-    assert unbatch(batch) == []
-
-
 def test_batches_do_not_share_memory_with_examples():
     example = {"x": np.arange(3)}
     batch = collate_rows([example], Bucket(1, 3))
@@ -133,56 +118,50 @@ def test_batches_do_not_share_memory_with_examples():
 
 
 X = {"x": np.arange(3)}
+ROW_1 = r"[^$]*row 1"
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([X] * 3, {}, "`rows` has 3 entries, but bucket [2, 4] has 2 rows"),
-        ([None], {}, "All rows are empty. Pass `like=`"),
-        ([], {}, "All rows are empty. Pass `like=`"),
-        ([X, {"x": np.arange(5)}], {}, "Row 1 has length 5, beyond `seq_len=4`. Use"),
-        (
-            [X, {"x": np.arange(0)}],
-            {},
-            "Row 1",
-        ),
-        (
-            [X, {"y": np.arange(3)}],
-            {},
-            "Row 1 has features ['y'], but others have ['x']",
-        ),
-        (
-            [X, {"x": np.ones(3)}],
-            {},
-            "Row 1: feature 'x' is float64[3], but int64[3] in the",
-        ),
-        (
-            [X, {"x": np.ones((3, 2), int)}],
-            {},
-            "Row 1: feature 'x' is int64[3, 2], but",
-        ),
-        ([X, {"x": 5}], {}, "Row 1: feature 'x' is int64[]"),
+        ([X] * 3, {}, "`rows`"),
+        ([None], {}, "`like="),
+        ([], {}, "`like="),
+        ([X, {"x": np.arange(5)}], {}, "`seq_len=4`" + ROW_1),
+        ([X, {"x": np.arange(0)}], {}, "`sequences`" + ROW_1),
+        ([X, {"y": np.arange(3)}], {}, "'y'.*'x'" + ROW_1),
+        ([X, {"x": np.ones(3)}], {}, "float64.*int64" + ROW_1),
+        ([X, {"x": np.ones((3, 2), int)}], {}, "`sequences`" + ROW_1),
+        ([X, {"x": 5}], {}, "`sequences`" + ROW_1),
+        ([X, {"x": [[1], [1, 2]]}], {}, "inhomogeneous[^$]*'x'" + ROW_1),
+        ([X, {"x": np.ma.array([1, 2], mask=[0, 1])}], {}, "masked" + ROW_1),
+        ([X, [1, 2]], {}, "list, not a dict" + ROW_1),
         ([{"x": [1], "y": [1, 2]}], {}, "`sequences`"),
         ([{"label": 5}], {}, "`sequences`"),
         ([X], {"sequences": []}, "`sequences`"),
         ([X], {"sequences": ["z"]}, "`sequences`"),
         ([{"x": [1], "n": 3}], {"sequences": ["n"]}, "`sequences`"),
-        ([X], {"truncate": 1}, "`truncate=1` must be True, False, or the names of seq"),
-        ([X], {"truncate_left": None}, "`truncate_left=None` must be True, False, or"),
-        ([X], {"like": {"y": [1]}}, "Row 0 has features ['x'], but others have ['y']"),
+        ([X], {"truncate": "y"}, "`truncate`"),
+        ([X], {"truncate": True, "truncate_left": True}, "`truncate`"),
+        ([X], {"like": {"y": [1]}}, "'x'.*'y'"),
+        ([[X] * 3], {"max_segments": 2}, "`max_segments=2`"),
+        ([[X] * 2], {"max_segments": 2}, "`seq_len=4`"),
+        ([X], {"max_segments": 2}, "`max_segments=2`"),
+        ([{"x": [1], "name": "ab"}], {}, "'name'"),
+        ([{"x": [1], "name": None}], {}, "'name'"),
+        ([{"x": [1], "name": b"ab"}], {}, "'name'"),
+        ([{"x": [1], "name": np.datetime64("2000-01-01")}], {}, "'name'"),
     ],
 )
 def test_invalid_rows_are_refused(rows, options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         collate_rows(rows, Bucket(2, 4), **options)
 
 
 def test_the_length_of_an_example_is_the_length_of_its_sequences():
-    assert example_length({"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}) == 3
-    assert example_length({"x": [1, 2], "y": [1]}, ["y"]) == 1
-    with pytest.raises(ValueError, match="empty"):
-        example_length({"x": []})
+    example = {"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}
+    assert example_lengths(example) == {"x": 3}
+    assert example_lengths({"x": [1, 2], "y": [1]}, ["y"]) == {"y": 1}
 
 
 @pytest.mark.parametrize(
@@ -199,8 +178,7 @@ def test_the_length_of_an_example_is_the_length_of_its_sequences():
 )
 def test_a_pad_value_that_its_dtype_cannot_hold_is_refused(dtype, pad_value):
     rows = [{"x": np.ones(2, dtype)}]
-    message = f"`pad_value={pad_value}`: feature 'x' is {np.dtype(dtype)}, which cannot"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="`pad_value="):
         collate_rows(rows, Bucket(2, 4), pad_value=pad_value)
 
 
@@ -223,65 +201,22 @@ def test_a_pad_value_that_its_dtype_can_hold_is_used():
         assert batch.features["x"].tobytes() == expected.tobytes()
 
 
-def test_one_nonzero_number_for_several_features_is_refused():
+def test_one_number_for_several_features_is_that_of_none():
     rows = [{"tokens": np.ones(2, "i4"), "labels": np.ones(2, "i4"), "index": 1}]
-    bucket = Bucket(1, 3)
-    message = (
-        "`pad_value=-100` would fill 2 features. Pass a dict of the features that are "
-        "not padded with 0: `pad_value={'tokens': -100, 'labels': -100}`"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        collate_rows(rows, bucket, pad_value=-100)
-    with pytest.raises(ValueError, match="`pad_value=nan` would fill 2 features"):
-        collate_rows(rows, bucket, pad_value=float("nan"))
-    # 0 is the default for all features.
     for pad_value in ({"labels": -100}, {"labels": np.int64(-100), "tokens": 0}):
-        batch = collate_rows(rows, bucket, pad_value=pad_value)
+        batch = collate_rows(rows, Bucket(1, 3), pad_value=pad_value)
         assert batch.features["tokens"].tolist() == [[1, 1, 0]]
         assert batch.features["labels"].tolist() == [[1, 1, -100]]
 
 
 @pytest.mark.parametrize(
-    ("pad_value", "message"),
-    [
-        ({"label": 1}, "`pad_value` names ['label'], but the padded features are "),
-        ({"index": 1}, "`pad_value` names ['index'], but the padded features are "),
-        ({"labels": "x"}, "`pad_value['labels']='x'` is not a number"),
-        (None, "`pad_value=None` is not a number"),
-        ([1, 2], "`pad_value=[1, 2]` is not a number"),
-    ],
+    "pad_value",
+    [-100, np.nan, {"label": 1}, {"index": 1}, {"labels": "x"}, None, [1, 2]],
 )
-def test_a_pad_value_for_a_feature_that_is_not_padded_is_refused(pad_value, message):
+def test_a_pad_value_for_other_features_is_refused(pad_value):
     rows = [{"tokens": [1], "labels": [1], "index": 1}]
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="`pad_value"):
         collate_rows(rows, Bucket(1, 3), pad_value=pad_value)
-
-
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_ragged_feature_is_named_with_its_row(row):
-    rows = [{"x": [[1, 2]], "label": 1}] * 3
-    rows[row] = {"x": [[1, 2], [3]], "label": 1}
-    message = f"Row {row}: feature 'x' is ragged, so it cannot be an array. Give all"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        collate_rows(rows, Bucket(3, 4))
-    with pytest.raises(ValueError, match="Feature 'x' is ragged"):
-        example_length(rows[row])
-
-
-def test_an_example_that_is_not_a_dict_is_refused():
-    for row, examples in enumerate(([[1, 2]], [{"x": [1]}, [1, 2]])):
-        with pytest.raises(ValueError, match=f"Row {row} is a list, not a dict of arr"):
-            collate_rows(examples, Bucket(2, 4))
-    with pytest.raises(ValueError, match="The example is a ndarray, not a dict"):
-        example_length(np.ones(3))
-
-
-def test_a_masked_array_is_refused():
-    rows = [{"x": np.ma.array([1, 2], mask=[0, 0])}, {"x": [3, 4]}]
-    assert collate_rows(rows, Bucket(2, 2)).features["x"].tolist() == [[1, 2], [3, 4]]
-    rows[1] = {"x": np.ma.array([1, 2], mask=[0, 1])}
-    with pytest.raises(ValueError, match="Row 1: feature 'x' is a masked array, and"):
-        collate_rows(rows, Bucket(2, 2))
 
 
 def test_features_of_bytes_are_padded_with_zeros():
@@ -294,16 +229,7 @@ def test_features_of_bytes_are_padded_with_zeros():
 def test_unbatch_refuses_sequences_that_were_not_padded(sequences):
     example = {"tokens": [1, 2], "frames": np.ones(9), "label": 1}
     batch = collate_rows([example], Bucket(2, 3), sequences=["tokens"])
-    with pytest.raises(ValueError, match="`sequences` names '.*', which must be a fea"):
+    with pytest.raises(ValueError, match="`sequences="):
         unbatch(batch, sequences=sequences)
     (example,) = unbatch(batch, sequences="tokens")
     assert example["tokens"].tolist() == [1, 2] and len(example["frames"]) == 9
-
-
-@pytest.mark.parametrize(
-    "value", ["ab", None, b"ab", np.datetime64("2000-01-01"), np.timedelta64(1, "s")]
-)
-def test_text_objects_and_times_are_refused(value):
-    rows = [{"x": [1], "name": value}] * 2
-    with pytest.raises(ValueError, match="'name'"):
-        collate_rows(rows, Bucket(2, 4))

@@ -1,4 +1,3 @@
-import json
 import re
 
 import grain
@@ -12,7 +11,7 @@ from jaxbucket import (
     batch_dataset,
     plan_buckets,
 )
-from jaxbucket.data import DataPosition, RowShard, unbatch
+from jaxbucket.data import RowShard, unbatch
 
 
 class Source:
@@ -150,19 +149,6 @@ def test_sequences_and_pad_value_are_applied():
     assert dataset[0].features["v"].tolist() == [[0, 1, 2], [1, 1, 1]]
 
 
-def test_each_feature_may_have_its_own_pad_value():
-    source = [{"ids": np.ones(n, int), "labels": np.ones(n, int)} for n in (2, 3)]
-    plan = plan_buckets([2, 3], max_tokens=6, num_buckets=1)
-    schedule = BatchSchedule(plan, [2, 3], order="source")
-    (batch,) = batch_dataset(source, schedule, pad_value={"labels": -100})
-    assert batch.features["ids"].tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert batch.features["labels"].tolist() == [[1, 1, -100], [1, 1, 1]]
-    with pytest.raises(ValueError, match="^`pad_value=-100` would fill 2 features"):
-        batch_dataset(source, schedule, pad_value=-100)[0]
-    with pytest.raises(ValueError, match="`pad_value='x'` is not a number"):
-        batch_dataset(source, schedule, pad_value="x")  # pyright: ignore
-
-
 def test_an_example_that_changed_since_it_was_measured_is_refused():
     source, schedule = make_job()
     index = int(schedule[0].rows[0])
@@ -209,8 +195,6 @@ def test_a_source_may_reuse_its_arrays():
         ({"start_step": 1.5}, "start_step=1.5"),
         ({"num_steps": 2.0}, "num_steps=2.0"),
         ({"num_steps": 5, "num_epochs": 1}, "num_steps=5"),
-        ({"num_steps": 10**30}, "num_steps=math.inf"),
-        ({"num_epochs": 2**61}, "num_steps=math.inf"),
         ({"num_epochs": 0}, "num_epochs=0"),
         ({"pad_value": "x"}, "pad_value='x'"),
         ({"transform": 3}, "transform"),
@@ -223,34 +207,11 @@ def test_invalid_arguments_are_refused(arguments, name):
 
 
 def test_an_invalid_index_is_refused():
-    with pytest.raises(IndexError, match="`index=10+` is step 10+, which is beyond"):
-        batch_dataset(*make_job())[10**25]
-    with pytest.raises(IndexError, match="`index=-1` must not be negative"):
+    with pytest.raises(IndexError, match="`index=-1`"):
         batch_dataset(*make_job())[-1]
 
 
 # Resuming
-
-
-def same(a, b) -> bool:
-    return all(map(np.array_equal, jax.tree.leaves(a), jax.tree.leaves(b)))
-
-
-def test_resuming_a_position_continues_with_the_next_batch(problem):
-    source = [{"x": np.full(n, i)} for i, n in enumerate(problem.lengths)]
-    schedule = BatchSchedule(problem.plan, problem.lengths, seed=3)
-    dataset = batch_dataset(source, schedule, num_steps=2 * len(schedule))
-    for step in {0, 1, len(schedule) - 1, len(schedule), len(dataset)}:
-        text = json.dumps(dataset.position(step).to_dict())
-        restarted = batch_dataset(
-            source,
-            BatchSchedule(problem.plan, problem.lengths, seed=3),
-            num_steps=2 * len(schedule),
-        )
-        rest = restarted.resume(DataPosition.from_dict(json.loads(text)))
-        assert len(rest) == len(dataset) - step
-        for index in range(min(3, len(rest))):
-            assert same(rest[index], dataset[step + index])
 
 
 def test_a_position_beyond_the_end_of_the_run_is_refused():
@@ -271,10 +232,3 @@ def test_changes_are_reported_before_the_end_of_the_run():
     ):
         with pytest.raises(ValueError, match=message):
             batch_dataset(source, other, num_steps=5).resume(position)
-
-
-def test_a_position_of_the_wrong_type_is_refused():
-    source = [{"x": [1]}]
-    schedule = BatchSchedule(plan_buckets([1], max_tokens=1), [1])
-    with pytest.raises(ValueError, match="`position` is a dict, not a `DataPosition`"):
-        batch_dataset(source, schedule).resume({})  # pyright: ignore

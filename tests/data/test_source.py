@@ -47,17 +47,6 @@ def from_bytes(record: bytes) -> dict:
         return {name: arrays[name] for name in arrays.files}
 
 
-def test_batches_from_a_grain_source():
-    class CustomSource(grain.sources.RandomAccessDataSource):
-        def __len__(self):
-            return len(EXAMPLES)
-
-        def __getitem__(self, index):
-            return EXAMPLES[index]
-
-    assert_same(batches(CustomSource()), batches(EXAMPLES))
-
-
 def test_batches_from_a_map_dataset():
     dataset = grain.MapDataset.source(list(map(to_bytes, EXAMPLES))).map(from_bytes)
     assert_same(batches(dataset), batches(EXAMPLES))
@@ -88,16 +77,6 @@ def test_batches_from_rows_of_lists():
     assert_same(batches(Rows(EXAMPLES)), batches(list(map(as_python, EXAMPLES))))
 
 
-def test_batches_from_a_hugging_face_dataset():
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([Rows(EXAMPLES)[i] for i in range(len(EXAMPLES))])
-    assert_same(batches(rows), batches(list(map(as_python, EXAMPLES))))
-    # In its format that returns arrays.
-    arrays = batches(rows.with_format("numpy"))
-    for a, b in zip(arrays, batches(EXAMPLES), strict=True):
-        np.testing.assert_array_equal(a.features["tokens"], b.features["tokens"])
-
-
 class Broken(list):
     """A source in which one example cannot be read or differs from the others."""
 
@@ -126,13 +105,15 @@ def test_an_example_that_cannot_be_read_is_named_with_its_step(index):
 
 @pytest.mark.parametrize(
     ("replacement", "message"),
-    [(lambda: {"x": np.zeros(2)}, "'x' is float64"), (lambda: {"y": [1, 2]}, "'y'")],
+    [(lambda: {"x": np.zeros(2)}, "'x': 'float64"), (lambda: {"y": [1, 2]}, "'y'")],
 )
 def test_an_example_that_differs_from_others_is_named(replacement, message):
     lengths = [1 + i % 3 for i in range(12)]
     plan = plan_buckets(lengths, max_tokens=6)
     schedule = BatchSchedule(plan, lengths, order="source")
-    with pytest.raises(ValueError, match=rf"Row 0.*{message}[^$]*step 3 .*\[7, 10\]"):
+    with pytest.raises(
+        ValueError, match=rf"{message}[^$]*row 0[^$]*step 3 .*\[7, 10\]"
+    ):
         list(batch_dataset(Broken(7, replacement), schedule))
 
 

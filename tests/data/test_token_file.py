@@ -11,7 +11,6 @@ import pytest
 
 from jaxbucket import (
     BatchSchedule,
-    Bucket,
     batch_dataset,
     measure_lengths,
     plan_buckets,
@@ -133,7 +132,7 @@ def test_sequences_of_the_file_also_apply_to_examples_read_one_at_a_time(
         assert batch.features["meta"].shape == (2, max_segments, 3)
 
 
-def test_a_single_sequence_may_be_a_string_and_repeated_names_are_refused(tmp_path):
+def test_a_single_sequence_may_be_a_string(tmp_path):
     examples = tokens(3, 2, 4)
     file = write_token_file(tmp_path / "file", examples, sequences="tokens")
     assert file.sequences == ("tokens",)
@@ -141,24 +140,12 @@ def test_a_single_sequence_may_be_a_string_and_repeated_names_are_refused(tmp_pa
     assert len(split_source(file, 2, sequences="tokens")) == 5
     schedule = BatchSchedule(plan_buckets(file.lengths, max_tokens=12), file.lengths)
     assert len(batch_dataset(file, schedule, sequences="tokens")) == 3
-    message = r"`sequences=\['tokens', 'tokens'\]` repeats a feature"
-    for source in (file, examples):
-        with pytest.raises(ValueError, match=message):
-            measure_lengths(source, sequences=["tokens"] * 2, progress=False)
-    with pytest.raises(ValueError, match=message):
-        write_token_file(tmp_path / "twice", examples, sequences=["tokens"] * 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_pickled_file_is_mapped_again_in_another_process(path, examples):
-    text = pickle.dumps(TokenFile(path))
-    assert len(text) < 500
-    assert_equal(pickle.loads(text)[3]["tokens"], examples[3]["tokens"])
 
 
 def test_a_pickled_file_is_refused_if_it_was_replaced(path, examples, monkeypatch):
     monkeypatch.chdir(path.parent)
     text = pickle.dumps(TokenFile(path.name))
+    assert len(text) < 500
     monkeypatch.chdir("/")
     assert_equal(pickle.loads(text)[3]["tokens"], examples[3]["tokens"])
     shutil.rmtree(path)
@@ -180,13 +167,6 @@ def test_the_fingerprint_depends_on_all_contents(tmp_path, examples):
     assert fingerprint("c", same) != fingerprint("a2", examples)
 
 
-def test_padding_that_a_feature_cannot_hold_is_refused(path):
-    with pytest.raises(ValueError, match="`pad_value=-1`: feature 'tokens' is uint16"):
-        TokenFile(path).collate(np.array([0]), Bucket(1, 40), pad_value={"tokens": -1})
-    with pytest.raises(ValueError, match="`pad_value=-1` would fill 2 features"):
-        TokenFile(path).collate(np.array([0]), Bucket(1, 40), pad_value=-1)
-
-
 def tokens(*lengths: int) -> list[dict]:
     return [{"tokens": np.ones(n, np.int32)} for n in lengths]
 
@@ -194,26 +174,18 @@ def tokens(*lengths: int) -> list[dict]:
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
-        ([], "`examples` is empty"),
-        (tokens(3, 0), "Row 1 .*empty"),
-        ([*tokens(3), {"tokens": np.ones(3)}], "Row 1: feature 'tokens' is float64"),
-        ([*tokens(3), {"other": np.ones(3)}], r"Row 1 has features \['other'\]"),
-        ([{"a/b": np.ones(2)}], "Feature 'a/b' cannot be stored as a file"),
-        ([{"offsets": np.ones(2)}], "Feature 'offsets' cannot be stored as a file"),
-        ([{"x": np.array(["a", None], object)}], "Feature 'x' is object, which"),
-        ([{"x": np.ones(2, "M8[s]")}], r"Feature 'x' is datetime64\[s\], which"),
-        ([{"x": np.ones(2, ml_dtypes.bfloat16)}], "'x' is bfloat16, .*cannot store it"),
-        (
-            [{"x": np.ones(2, ml_dtypes.float8_e5m2)}],
-            "'x' is float8_e5m2, .*cannot store",
-        ),
-        ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4, .*store its bits"),
-        (
-            [{"x": np.broadcast_to(np.uint8(0), 2**31)}],
-            "Row 0 has length 2147483648, beyond 2147483647. Split it",
-        ),
-        ([{"label": np.int32(1)}], r"has no sequence feature among \['label'\]"),
-        ([[1, 2]], "The example is a list, not a dict of arrays"),
+        ([], "`examples`"),
+        (tokens(3, 0), "`sequences`[^$]*example 1"),
+        ([*tokens(3), {"tokens": np.ones(3)}], "'tokens': 'float64[^$]*example 1"),
+        ([*tokens(3), {"other": np.ones(3)}], "'other'[^$]*example 1"),
+        ([{"a/b": np.ones(2)}], "'a/b'"),
+        ([{"offsets": np.ones(2)}], "'offsets'"),
+        ([{"x": np.array(["a", None], object)}], "'x' is object"),
+        ([{"x": np.ones(2, "M8[s]")}], "'x' is datetime64"),
+        ([{"x": np.ones(2, ml_dtypes.bfloat16)}], "'x' is bfloat16"),
+        ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4"),
+        ([{"label": np.int32(1)}], "`sequences`"),
+        ([[1, 2]], "not a dict"),
     ],
 )
 def test_examples_that_cannot_be_written_leave_no_files(tmp_path, examples, message):
@@ -269,7 +241,6 @@ def test_a_missing_or_changed_file_is_refused(path):
         rewrite("index.json", lambda x, text=text: x.write_text(text))
     rewrite("index.json", lambda x: x.unlink())
     rewrite("index.json", lambda x: x.write_text(x.read_text().replace("label", "b")))
-    TokenFile(path).verify()
 
 
 def test_decreasing_offsets_are_refused(tmp_path):
@@ -308,15 +279,3 @@ def test_a_damaged_file_is_refused_or_reads_as_written(tmp_path):
         for index, example in enumerate(expected):
             assert_equal(damaged[index], example)
     assert refused > 50
-
-
-def test_opening_checks_some_pages_and_verify_checks_all(tmp_path):
-    examples = [{"a": np.arange(1000)}] * 300
-    path = write_token_file(tmp_path / "file", examples).path
-    file = path / "a.npy"
-    content = bytearray(file.read_bytes())
-    for place, is_checked in ((len(content) // 30, False), (-3, True)):
-        content[place] ^= 1
-        file.write_bytes(bytes(content))
-        with pytest.raises(ValueError, match="a.npy"):
-            TokenFile(path) if is_checked else TokenFile(path).verify()

@@ -162,15 +162,11 @@ def test_a_missing_main_guard_ends_with_an_error(tmp_path, name):
     assert 'no `if __name__ == "__main__":` guard' in output.read_text()
 
 
-def test_an_argument_that_is_not_a_dataset_is_refused():
-    with pytest.raises(ValueError, match="`dataset` is a list, not a `grain.MapDat"):
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="`dataset`"):
         load_in_workers([1])  # pyright: ignore
-
-
-@pytest.mark.parametrize("name", ["num_workers", "num_threads", "buffer_size"])
-def test_negative_numbers_are_refused(name):
-    with pytest.raises(ValueError, match=f"`{name}=-1` must not be negative"):
-        load_in_workers(grain.MapDataset.range(3), **{name: -1})
+    with pytest.raises(ValueError, match="`num_workers=-1`"):
+        load_in_workers(grain.MapDataset.range(3), -1)
 
 
 def test_errors_of_the_dataset_are_raised_unchanged():

@@ -657,25 +657,6 @@ def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Pat
     assert num_examples == 2 * len(source)
 
 
-@pytest.mark.parametrize(
-    ("rows", "max_segments", "name"),
-    [
-        ([[0, 1, 2]], 2, "max_segments"),
-        ([[0, 1]], 2, "seq_len=8"),
-        ([0], 2, "max_segments"),
-        ([], 0, "max_segments"),
-        ([[]], 1, "like="),
-    ],
-)
-def test_invalid_packed_rows_are_refused(rows, max_segments, name):
-    source = make_examples([5, 4, 1])
-    given = [[source[i] for i in x] if isinstance(x, list) else source[x] for x in rows]
-    with pytest.raises(ValueError, match=f"`{name}"):
-        jb.data.collate_rows(
-            given, Bucket(1, 8), sequences=SEQUENCES, max_segments=max_segments
-        )
-
-
 def test_errors_name_the_example_that_changed():
     lengths = np.array([3, 5, 2])
     source = make_examples(lengths)

@@ -453,7 +453,7 @@ def test_incompatible_sources_are_refused(tmp_path):
     files = [
         write_token_file(tmp_path / name, [{name: np.arange(3)}]) for name in ("x", "y")
     ]
-    with pytest.raises(ValueError, match=r"`sources\[1\]` differs"):
+    with pytest.raises(ValueError, match=r"`sources\[1\]`"):
         concatenate(files)
     with pytest.raises(IndexError, match="`index=2` must be from 0 to 1"):
         concatenate([["a"], ["b"]])[2]

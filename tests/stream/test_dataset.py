@@ -50,56 +50,6 @@ def test_every_example_is_in_one_row_of_a_planned_shape(seed, options):
     assert sorted(indices) == sorted([*range(len(lengths))] * epochs)
 
 
-def oracle(lengths, plan, pool_size, policy, max_wait):
-    """Yields the bucket and the examples of every batch, using plain lists."""
-    pool, arrived, rest = [], 0, list(enumerate(lengths.tolist()))
-    sizes = plan.batch_sizes.tolist()
-    while True:
-        while len(pool) < pool_size and rest:
-            pool.append(rest.pop(0))
-            arrived += 1
-        if not pool:
-            return
-        by_bucket = [
-            [i for i, n in pool if plan.assign([n])[0] == k] for k in range(len(plan))
-        ]
-        full = [len(x) // b for x, b in zip(by_bucket, sizes, strict=True)]
-        oldest = next(k for k, x in enumerate(by_bucket) if pool[0][0] in x)
-        if policy == "first" or arrived - pool[0][0] > max_wait:
-            bucket = oldest
-        elif max(full):
-            fullest = [k for k, number in enumerate(full) if number == max(full)]
-            bucket = min(fullest, key=lambda k: by_bucket[k][0])
-        else:
-            return
-        indices = [i for k in range(bucket, -1, -1) for i in by_bucket[k]]
-        indices = indices[: sizes[bucket]]
-        pool = [pair for pair in pool if pair[0] not in indices]
-        yield bucket, indices
-
-
-@pytest.mark.parametrize("policy", ["closest", "first"])
-@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 6))])
-def test_batches_equal_a_reference_with_plain_lists(seed, policy):
-    lengths, plan, rng = make_case(seed, size=500)
-    pool = int((plan.batch_sizes - 1).sum()) + 1 + int(rng.integers(0, 50))
-    pool = max(pool, int(plan.batch_sizes.max()))
-    dataset = jb.stream_batches(stream(lengths), plan, pool_size=pool, policy=policy)
-    want = list(oracle(lengths, plan, pool, policy, 16 * pool))
-    assert len(want) > 3
-    for batch, (bucket, indices) in zip(dataset, want, strict=policy == "first"):
-        assert batch.bucket == plan.buckets[bucket]
-        assert indices_in(batch) == indices
-
-
-def test_a_large_pool_leaves_no_row_empty_before_the_end():
-    lengths, plan, _ = make_case(1, size=1500)
-    pool = int((plan.batch_sizes - 1).sum()) + 1
-    batches = list(jb.stream_batches(stream(lengths), plan, pool_size=pool))
-    rows = sum(batch.bucket.batch_size for batch in batches[: -len(plan)])
-    assert rows == sum(batch.num_examples for batch in batches[: -len(plan)])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pool_with_all_examples_gives_the_buckets_of_a_schedule(seed):
     lengths, plan, _ = make_case(seed, size=200)
@@ -174,23 +124,6 @@ def test_padding_has_the_pad_value_and_is_masked(options):
     assert tokens == lengths.sum()
 
 
-def test_each_feature_may_have_its_own_pad_value():
-    def labelled(example):
-        return {**example, "labels": example["tokens"].astype(np.float32)}
-
-    dataset = stream(np.full(8, 3)).map(labelled)
-    plan = jb.BucketPlan.from_shapes([(2, 4)])
-    pad_value = {"tokens": -7, "labels": np.nan}
-    iterator = iter(batches_of(dataset, plan, pool_size=4, pad_value=pad_value))
-    batch = next(iterator)
-    assert (batch.features["tokens"][~batch.mask] == -7).all()
-    assert np.isnan(batch.features["labels"][~batch.mask]).all()
-    # A state with NaN can be restored.
-    iterator.set_state(through_json(iterator.get_state()))
-    with pytest.raises(ValueError, match="`pad_value=-7`"):
-        next(iter(batches_of(dataset, plan, pool_size=4, pad_value=-7)))
-
-
 @pytest.mark.parametrize("options", SOME_OPTIONS, ids=str)
 def test_streams_pass_the_checks_of_any_loader(options):
     lengths, plan, _ = make_case(34, size=120)
@@ -232,7 +165,8 @@ def test_grain_mixes_streams_and_resumes():
     again.set_state(state)
     for batch, other in zip(again, want, strict=False):
         np.testing.assert_array_equal(batch.features["index"], other.features["index"])
-    assert state["parents"]["a"]["step"] > 2 * state["parents"]["b"]["step"] > 0
+    a, b = (state["parents"][name]["counts"]["read"] for name in "ab")
+    assert a > 2 * b > 0
 
 
 @pytest.mark.parametrize("max_segments", [None, 4])
@@ -412,12 +346,6 @@ def test_a_sample_of_arrays_with_an_axis_too_many_is_refused(sequences):
         jb.stream.sample_lengths(examples, 2)
 
 
-def test_a_plan_of_few_lengths_is_noticed():
-    plan = jb.plan_buckets([4, 4, 4, 8], max_tokens=512)
-    with pytest.warns(UserWarning, match="plan with `sample=True`"):
-        jb.stream_batches(stream(np.array([3])), plan, pool_size=8)
-
-
 PLAN = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
 LONGER = jb.BucketPlan((jb.Bucket(1, 32),), max_tokens=32)
 HALF = {"shard": jb.data.RowShard((0,), 2)}
@@ -442,14 +370,12 @@ OTHER_PAIR = jb.BucketPlan.from_shapes([(2, {"source": 4, "target": 8})])
         ({"max_segments_per_row": 0}, "max_segments_per_row=0"),
         ({"max_segments_per_row": 2, "plan": PAIR}, "max_segments_per_row=2"),
         ({"sequences": {"tokens": [], "x": []}}, "sequences"),
-        ({"sequences": ["tokens", "tokens"]}, "sequences"),
         ({"sequences": ["source"], "plan": PAIR}, "sequences"),
         (HALF, "lengths"),
         ({"lengths": [17]}, "lengths[0]=17"),
         ({"lengths": {0: [3], 2: [3]}}, "lengths"),
         ({"lengths": [3], "plan": PAIR}, "lengths"),
         ({**HALF, "lengths": [3]}, "processes"),
-        ({"processes": 4}, "processes=4"),
         ({"plan": "plan.json"}, "plan"),
         ({"plan": {1: PLAN}}, "plan"),
         ({"plan": {}}, "plan"),
@@ -457,6 +383,7 @@ OTHER_PAIR = jb.BucketPlan.from_shapes([(2, {"source": 4, "target": 8})])
         ({"plan": {0: PLAN, 5: LONGER}}, "plan[5]"),
         ({"plan": {0: PAIR, 5: OTHER_PAIR}}, "plan[5]"),
         ({"plan": {0: PAIR, 5: PLAN}}, "plan[5]"),
+        ({"sequences": {"tokens": []}}, "sequences"),
         ({"dataset": [1, 2]}, "dataset"),
         ({"dataset": grain.MapDataset.range(3)}, "dataset"),
     ],
@@ -465,35 +392,6 @@ def test_wrong_arguments_are_named(options, argument):
     given = {"dataset": stream(np.array([3, 9])), "plan": PLAN, "pool_size": 8}
     with pytest.raises(ValueError, match=re.escape(f"`{argument}")):
         batches_of(**{**given, **options})
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "argument"),
-    [
-        (stream(np.array([3])), {"sequences": {"tokens": []}}, "sequences"),
-        ([{"tokens": [1]}], {}, "dataset"),
-        (lambda epoch, seed: [{"tokens": [1]}], {}, "dataset"),
-    ],
-)
-def test_wrong_streams_are_named(dataset, options, argument):
-    with pytest.raises(ValueError, match=f"`{argument}`"):
-        jb.stream.sample_lengths(jb.stream.ExampleStream(dataset, **options), 5)
-
-
-def test_numbers_of_numpy_are_accepted():
-    pool_size = 4 * PLAN.batch_sizes.max()
-    options = {"pad_value": np.float32(0), "num_epochs": np.int64(2)}
-    dataset = batches_of(stream(np.array([3])), PLAN, pool_size=pool_size, **options)
-    iterator = iter(dataset)
-    next(iterator)
-    assert through_json(iterator.get_state()) and len(dataset.fingerprint) == 32
-
-
-def test_a_closed_iterator_raises():
-    iterator = iter(jb.stream_batches(stream(np.array([3])), PLAN, pool_size=8))
-    iterator.close()
-    with pytest.raises(ValueError, match="closed iterator"):
-        next(iterator)
 
 
 def test_batches_are_not_made_in_workers():

@@ -5,9 +5,6 @@ Loaders of other libraries are tested where they are installed, for instance by
 """
 
 import itertools
-import json
-import pathlib
-import textwrap
 
 import grain
 import numpy as np
@@ -164,18 +161,6 @@ def torch_goes_on():
     return stateful.StatefulDataLoader(Examples(make_examples()), batch_size=None)
 
 
-def columns():
-    """Dicts of columns, whose rows have one length."""
-    rows = [{"tokens": np.full((7, 5), i), "index": np.arange(7)} for i in range(3)]
-    return [{**x, "index": x["index"] + 7 * i} for i, x in enumerate(rows)]
-
-
-def rows_of(batch):
-    return [
-        dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)
-    ]
-
-
 def from_pair(pair):
     return {"tokens": pair[0], "index": pair[1]}
 
@@ -216,22 +201,13 @@ def indices(examples):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_every_example_is_read_once_per_epoch(name, tmp_path):
+def test_an_iterator_has_every_example_and_continues_at_its_state(name, tmp_path):
     dataset = make_dataset(name, tmp_path)
-    for _ in range(2):
-        examples = list(dataset)
-        assert sorted(indices(examples)) == list(range(len(LENGTHS)))
-        for example in examples:
-            n = LENGTHS[int(example["index"])]
-            np.testing.assert_array_equal(
-                example["tokens"], np.full(n, example["index"])
-            )
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_an_iterator_continues_at_its_state(name, tmp_path):
-    dataset = make_dataset(name, tmp_path)
-    expected = indices(dataset)
+    examples = list(dataset)
+    expected = indices(examples)
+    assert sorted(expected) == list(range(len(LENGTHS)))
+    for index, example in zip(expected, examples, strict=True):
+        np.testing.assert_array_equal(example["tokens"], np.full(LENGTHS[index], index))
     for stop in (0, 1, 6, 7, 8, 50, 99, 100):
         iterator = iter(dataset)
         for _ in range(stop):
@@ -328,13 +304,6 @@ def test_every_iteration_begins_where_the_loader_was():
     assert indices(dataset) == indices(dataset) == [*range(7, len(LENGTHS))]
 
 
-def test_columns_are_rows_by_one_line():
-    dataset = jb.stream.from_loader(columns(), rows_of)
-    examples = list(dataset)
-    assert indices(examples) == list(range(21))
-    assert [x["tokens"].tolist() for x in examples[:8:7]] == [[0] * 5, [1] * 5]
-
-
 def test_only_own_elements_are_converted():
     converted = []
 
@@ -347,35 +316,13 @@ def test_only_own_elements_are_converted():
     assert indices(dataset) == converted == list(range(1, len(LENGTHS), 4))
 
 
-def test_the_epochs_of_a_shuffled_stream_of_hugging_face_resume():
-    hf = hugging_face()
-    plan = jb.plan_buckets(LENGTHS, sample=True, max_tokens=160, num_buckets=2)
-
-    def epoch(number, seed):
-        shuffled = hf.shuffle(seed=seed, buffer_size=20)
-        return jb.stream.from_loader(shuffled, dict)
-
-    examples = jb.stream.ExampleStream(epoch, num_epochs=2, sequences=["tokens"])
-    dataset = jb.stream_batches(examples, plan, pool_size=32)
-    expected = [x.features["tokens"].tolist() for x in dataset]
-    assert expected[:3] != expected[len(expected) // 2 :][:3]
-    iterator, again = iter(dataset), iter(dataset)
-    for _ in range(len(expected) * 2 // 3):
-        next(iterator)
-    again.set_state(through_json(iterator.get_state()))
-    rest = [x.features["tokens"].tolist() for x in again]
-    assert rest == expected[len(expected) * 2 // 3 :]
-
-
 # Refusals
 
 
 @pytest.mark.parametrize(
     ("loader", "to_example", "options", "argument"),
     [
-        (3, dict, {}, "loader"),
         ([], 3, {}, "to_example"),
-        ([], dict, {"resume": "replay"}, "resume"),
         ([1], lambda x: [x], {}, "to_example"),
         ([1], lambda x: next(iter([])), {}, "to_example"),
         ([1], lambda x: "text", {}, "to_example"),
@@ -426,67 +373,3 @@ def test_another_loader_is_refused(name, change, num_read):
         return  # No element is read again.
     with pytest.raises(ValueError, match="`loader`"):
         iter(dataset(other)).set_state(state)
-
-
-IN_PROCESSES = """
-    import json
-    import pathlib
-
-    sys.path.insert(0, FOLDER)
-    import numpy as np
-    import pytest
-    import test_from_loader as loaders
-
-    import jaxbucket as jb
-
-    with jb.Processes() as processes:
-        mesh = jb.data_mesh()
-        shard = jb.sharding.local_rows(mesh)
-        lengths = np.array(loaders.LENGTHS)
-        plan = jb.plan_buckets(
-            lengths, sample=True, max_tokens=160, num_buckets=2, batch_size_multiple=4
-        )
-        folder = pathlib.Path(sys.argv[0]).parent / f"data{processes.index}"
-        folder.mkdir()
-
-        def batches_of(name):
-            dataset = loaders.make_dataset(name, folder, shard=shard)
-            options = {"lengths": lengths, "shard": shard, "processes": processes}
-            return iter(jb.stream_batches(dataset, plan, pool_size=64, **options))
-
-        def indices(batch):
-            return loaders.indices(jb.data.unbatch(batch, sequences=["tokens"]))
-
-        for name in loaders.LOADERS:
-            try:
-                batches = batches_of(name)
-            except pytest.skip.Exception:
-                record(name, "absent")
-                continue
-            served, states = [], []
-            for batch in batches:
-                served.append(indices(batch))
-                states.append(json.dumps(batches.state_before(len(served))))
-            step = int(np.random.default_rng(len(name)).integers(1, len(served)))
-            again = batches_of(name)
-            again.set_state(json.loads(states[step - 1]))
-            assert [indices(batch) for batch in again] == served[step:], name
-            record(name, json.dumps(sum(served, [])))
-"""
-
-
-@pytest.mark.exhaustive
-def test_two_processes_have_every_example_once_and_resume(launch):
-    folder = str(pathlib.Path(__file__).parent)
-    code = textwrap.dedent(IN_PROCESSES).replace("FOLDER", repr(folder))
-    run = launch(code, count=2)
-    assert run.status == 0, run.output
-    first, second = (run.recorded(index) for index in range(2))
-    assert len(first) == len(second) == len(LOADERS)
-    for one, other in zip(first, second, strict=True):
-        name, numbers = one.split(" ", 1)
-        other_name, other_numbers = other.split(" ", 1)
-        assert name == other_name
-        if numbers != "absent":
-            seen = json.loads(numbers) + json.loads(other_numbers)
-            assert sorted(seen) == list(range(len(LENGTHS))), name

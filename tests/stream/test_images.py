@@ -34,18 +34,6 @@ def make_plan(t: int = 8, **options):
     return jb.BucketPlan.from_shapes(shapes, **options)
 
 
-def test_a_sample_has_the_lengths_of_both_axes():
-    images = make_images(0, 30)
-    examples = jb.stream.ExampleStream(stream(images), sequences=SEQUENCES)
-    sample = jb.stream.sample_lengths(examples, 99)
-    measured = jb.measure_lengths(images, sequences=SEQUENCES, progress=False)
-    assert sample.keys() == measured.keys() == SEQUENCES.keys()
-    for name, lengths in sample.items():
-        assert lengths.tolist() == measured[name].tolist()
-        axis = list(SEQUENCES).index(name)
-        assert lengths.tolist() == [x["image"].shape[axis] for x in images]
-
-
 @pytest.mark.parametrize("policy", ["truncate", "truncate_left", "drop"])
 def test_a_stream_has_the_rows_of_a_schedule(policy):
     """Every row, including its padding, is that of the map path for the same image."""

@@ -7,29 +7,12 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-PAIRS = """
-import numpy as np
-import jaxbucket as jb
-
-rng = np.random.default_rng(0)
-PAIRS = {name: rng.integers(1, 9, 40) for name in ("source", "target")}
-
-
-def schedules_of_pairs():
-    options = {"batch_size_multiple": 4, "max_tokens": 96, "num_buckets": 2}
-    yield jb.BatchSchedule(jb.plan_buckets(PAIRS, **options), PAIRS)
-    rows = jb.plan_packing(PAIRS, pack="always", seq_len_multiple=8, **options)
-    yield jb.BatchSchedule(rows.plan, PAIRS, packing=rows.packing)
-"""
 # `COUNTS` has the number of examples of each process.
-TRAIN = (
-    PAIRS
-    + """
+TRAIN = """
 import hashlib, json, os, pathlib, signal, sys, threading
 import grain, jax, optax
 import jax.numpy as jnp
@@ -90,7 +73,6 @@ with jb.Processes(timeout=4) as processes:
     steps = jb.compile_steps(step_fn, state, jb.sharding.batch_specs(plan, like, mesh))
     batches, step = iter(dataset), 0
 """
-)
 
 
 def printed_steps(run, index: int) -> dict[int, tuple[str, list[int]]]:
@@ -179,20 +161,6 @@ TOGETHER = (
     rest = [(str(x.bucket), indices(x)) for x in again]
     record("mixed", rest == served[4:], len(rest) > 2)
 
-    # A schedule of pairs, in padded and in packed rows.
-    pairs = [
-        {"source": np.full(a, i), "target": np.full(b, i)}
-        for i, (a, b) in enumerate(zip(*PAIRS.values()))
-    ]
-    for schedule in schedules_of_pairs():
-        for batch in jb.MeshLoader(pairs, schedule, mesh):
-            values = {}
-            for name in PAIRS:
-                ids = batch.segment_ids[name].addressable_shards[0].data
-                local = batch.features[name].addressable_shards[0].data
-                values[name] = np.where(ids > 0, local, -1).tolist()
-            record(json.dumps({"pairs": str(batch.bucket), **values}))
-
     def fail(example):
         if processes.index == 1 and example["index"] == 150:
             raise OSError("no network")
@@ -209,9 +177,6 @@ def test_processes_end_together_resume_and_report_errors(launch):
     counts = [40, 160]
     run = launch(f"COUNTS = {counts}\n{TOGETHER}", count=2)
     lines = [run.recorded(index) for index in range(2)]
-    pairs = [[json.loads(x) for x in some if x.startswith("{")] for some in lines]
-    check_rows_of_pairs(pairs)
-    lines = [[x for x in some if not x.startswith("{")] for some in lines]
     steps = [printed_steps(run, index) for index in range(2)]
     check_each_example_once(steps, counts)
     end, resumed, both, rejected, repeated, equal, buckets, mixed = zip(
@@ -221,32 +186,14 @@ def test_processes_end_together_resume_and_report_errors(launch):
     assert end[0] == end[1] and end[0].startswith(f"end {len(steps[0])} "), run.output
     assert resumed == ("resumed True True",) * 2
     assert both == ("both True",) * 2
-    assert all("seed is 0 in process 0, 1 in 1" in text for text in rejected)
-    assert all("begin with the same 32 examples" in text for text in repeated)
+    assert all("seed 0 -> 1" in text for text in rejected)
+    assert all("the same 32 examples" in text for text in repeated)
     assert equal == ("equal True",) * 2
     assert buckets[0] == buckets[1] and mixed == ("mixed True True",) * 2
     # The other process does not wait for the failed stream.
     assert run.status != 0
     assert "OSError: no network" in run.output
     assert "process 1" in run.output and "example 110 of epoch 0" in run.output
-
-
-def check_rows_of_pairs(processes: list[list[dict]]) -> None:
-    """Checks that the rows of all processes together are those of the schedules."""
-    namespace: dict = {}
-    exec(PAIRS, namespace)
-    expected = [x for y in namespace["schedules_of_pairs"]() for x in y]
-    assert [len(batches) for batches in processes] == [len(expected)] * 2
-    for indices, *parts in zip(expected, *processes, strict=True):
-        assert {part["pairs"] for part in parts} == {str(indices.bucket)}
-        for name in ("source", "target"):
-            rows = [row for part in parts for row in part[name]]
-            for row, examples in zip(rows, indices.rows.tolist(), strict=True):
-                examples = examples if isinstance(examples, list) else [examples]
-                examples = [i for i in examples if i >= 0]
-                lengths = namespace["PAIRS"][name][examples]
-                want = np.repeat(examples, lengths).tolist()
-                assert row == want + [-1] * (len(row) - len(want))
 
 
 CHECKPOINTED = (
