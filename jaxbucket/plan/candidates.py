@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.checks import check_countable
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.plan.chunks import last_chunks
 from jaxbucket.plan.flow.batch_sizes import Fit, fitted
@@ -73,12 +72,6 @@ class Candidates:
         # A budget that grows with T may be too small for any short row.
         fit = np.flatnonzero(batch_sizes)
         ends, examples, batch_sizes = ends[fit], examples[fit], batch_sizes[fit]
-        check_countable(
-            int((batch_sizes * ends).max()) * limits.accumulate,
-            "The number of tokens per step, from `max_tokens` and "
-            f"`accumulate={limits.accumulate}`,",
-            "Lower one of the two.",
-        )
         sizes = limits.sizes(ends, batch_sizes, examples)
         return cls(ends, examples, tokens[fit], sizes, complete)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_number, check_positive
+from jaxbucket.base.checks import check_float, check_positive
 from jaxbucket.base.sizes import Sizes, total
 
 # T of several sequences is a mapping from their names.
@@ -208,7 +208,7 @@ class StepTime:
         shapes = np.array(
             [(b.batch_size, b.tokens_per_row) for b in seconds], np.float64
         )
-        times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
+        times = np.array([check_float(f"seconds[{b}]", seconds[b]) for b in seconds])
         tokens = shapes.prod(axis=1)
         terms = np.stack([np.ones_like(tokens), tokens, tokens * shapes[:, 1]], axis=1)
         # Each row is divided by its time: `relative @ terms` is 1 for a perfect fit.
@@ -259,4 +259,4 @@ def _check_one_length(cost: TransformerCost | StepTime, seq_len: Any) -> None:
 def _check_speed(cost: TokenCost | TransformerCost, name: str) -> None:
     speed = getattr(cost, name)
     if speed is not None:
-        object.__setattr__(cost, name, check_number(name, speed))
+        object.__setattr__(cost, name, check_float(name, speed))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths, check_number, check_positive
+from jaxbucket.base.checks import check_float, check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import Record
@@ -213,8 +213,8 @@ def plan_curve(
     """
     limits = limits.of(lengths)
     _check_seconds(limits)
-    compile_seconds = check_number("compile_seconds", compile_seconds)
-    num_epochs = check_number("num_epochs", num_epochs)
+    compile_seconds = check_float("compile_seconds", compile_seconds)
+    num_epochs = check_float("num_epochs", num_epochs)
     max_buckets = check_positive("max_buckets", max_buckets)
     numbers = (compile_seconds, num_epochs, max_buckets)
     if isinstance(lengths, Mapping):

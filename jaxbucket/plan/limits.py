@@ -12,11 +12,12 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     MAX_LENGTH,
+    MAX_TOKENS,
     check_accumulate,
     check_cost,
     check_function,
+    check_longest,
     check_positive,
-    overlong_message,
 )
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.plan_checks import checked_overlong
@@ -26,6 +27,7 @@ from jaxbucket.base.sizes import (
     check_same_sequences,
     check_sequence_names,
     checked_size,
+    sizes_of,
 )
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, unit_of
 from jaxbucket.plan.flow.batch_sizes import fitted, fitted_between
@@ -134,12 +136,10 @@ class Limits:
             return value
         if name == "max_seq_len" and value is None:
             return None
-        if isinstance(value, Mapping):
-            check_same_sequences(name, value, self.sequences, "the lengths have")
         is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
         if name == "max_tokens" and is_sequence and not self.sequences:
             return tuple(check_positive(name, x) for x in value)
-        return checked_size(name, value)
+        return sizes_of(name, value, self.sequences, "the lengths have")
 
     def _check_batch_sizes(self) -> None:
         """Raises a ValueError if no B satisfies the limits."""
@@ -230,8 +230,8 @@ class Limits:
           ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
         """
         last = int(self.max_seq_lens(lengths[:, None]).item())
-        if self.overlong == "error" and lengths.max() > last:
-            raise ValueError(overlong_message(lengths, last))
+        if self.overlong == "error":
+            check_longest(lengths, last)
         return last
 
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
@@ -255,9 +255,8 @@ class Limits:
                 "Raise `max_seq_len`."
             )
         for q in np.flatnonzero(policies == "error").tolist():
-            if (is_over[:, q] & ~is_dropped).any():
-                used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
-                raise ValueError(overlong_message(used, int(longest[q]), name))
+            used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
+            check_longest(used, int(longest[q]), name)
         return np.minimum(lengths[~is_dropped], longest.astype(lengths.dtype))
 
     def sizes(
@@ -292,6 +291,7 @@ class Limits:
             rows = (self._each(self.max_tokens) // seq_lens).min(axis=1)
         else:
             rows = self._budgets(seq_lens) // _totals(seq_lens)
+        rows = np.minimum(rows, (MAX_TOKENS - 1) // _totals(seq_lens))
         if self.max_batch_size is not None:
             rows = np.minimum(rows, self.max_batch_size)
         rows = rows // self.batch_size_multiple * self.batch_size_multiple

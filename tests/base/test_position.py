@@ -73,7 +73,7 @@ def test_the_error_names_the_change(case):
     assert text.startswith("Cannot resume at step 7, because the plan, the data or the")
     assert message in text
     assert "has changed (saved -> now): " in text
-    assert text.endswith("with `JoinedSchedule({0: old, 7: new})`.")
+    assert text.endswith("use `JoinedSchedule({0: old, 7: new})`.")
 
 
 def test_the_error_names_every_change_with_the_buckets_last():

@@ -1,7 +1,6 @@
 """Packed rows: packers, schedules, plans, batches and losses."""
 
 import bisect
-import dataclasses
 import functools
 import json
 import pathlib
@@ -554,8 +553,6 @@ def test_a_plan_for_packed_rows_requires_its_packing():
     assert plot_plan(plan, row_lengths).get_legend() is not None
     of_rows = plan.unpacked
     assert jb.BatchSchedule(of_rows, lengths).report().packed_examples == 0
-    with pytest.raises(ValueError, match="`packed=1` is not True or False"):
-        dataclasses.replace(plan, packed=1)
 
 
 @pytest.mark.parametrize(
@@ -693,8 +690,8 @@ def test_a_token_file_yields_the_same_packed_batches(seed, tmp_path: pathlib.Pat
         ([[0, 1, 2]], {"max_segments": 2}, "Row 0 has 3 examples, more than `max_segm"),
         ([[0, 1]], {"max_segments": 2}, "Row 0 has length 9, beyond `seq_len=8`"),
         ([0], {"max_segments": 2}, "Row 0 is a dict. With `max_segments`, pass a"),
-        ([[2]], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
-        ([], {"max_segments": 0}, "`max_segments=0` must be a positive integer"),
+        ([[2]], {"max_segments": 0}, "`max_segments=0`"),
+        ([], {"max_segments": 0}, "`max_segments=0`"),
         ([[]], {"max_segments": 1}, "All rows are empty. Pass `like=`"),
     ],
 )
