@@ -203,8 +203,10 @@ def test_a_timed_run_uses_the_plan_that_fits_the_most_epochs(shapes, seconds):
         for point in curve.points
     }
     # Up to the rounding of the number of epochs.
-    assert epochs[len(planned.plan)] > max(epochs.values()) * 0.98
-    assert epochs_of(planned) == pytest.approx(epochs[len(planned.plan)], rel=0.06)
+    number = seconds - 3.0 * len(planned.plan)
+    number /= jb.report(planned.plan, LENGTHS).epoch_cost
+    assert number > max(epochs.values()) * 0.98
+    assert epochs_of(planned) == pytest.approx(number, rel=0.06)
 
 
 def test_a_run_without_time_has_one_shape(shapes):

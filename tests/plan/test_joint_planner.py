@@ -277,7 +277,7 @@ def test_names_of_sequences_may_come_in_any_order():
 def test_functions_of_one_length_refuse_limits_of_several():
     limits = jb.plan.Limits(sequences=("a", "b"), max_tokens=9)
     with pytest.raises(ValueError, match="`lengths`"):
-        jb.plan.plan_curve([1], limits, compile_seconds=1)
+        jb.plan.plan_within([1], limits)
 
 
 def test_costs_of_transformers_say_how_many_sequences_they_require():

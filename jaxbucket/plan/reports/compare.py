@@ -103,7 +103,7 @@ def _rules(
     candidates = Candidates.of(lengths, limits)
     num_buckets = min(num_buckets, len(candidates))
     optimum = Optimum(candidates, num_buckets)
-    chosen = {OPTIMAL: optimum.choice(num_buckets)}
+    chosen = {OPTIMAL: optimum.choice()}
     by_tokens = Candidates.of(lengths, dataclasses.replace(limits, cost_fn=None))
     if not _are_proportional(candidates.costs, by_tokens.costs):
         chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
@@ -117,7 +117,7 @@ def _rules(
     }
     # Without `min`, rounding errors could raise the bound above the best plan.
     cost = candidates.epoch_cost(chosen[OPTIMAL])
-    least_cost = min(optimum.full_batch_cost(num_buckets), cost)
+    least_cost = min(optimum.full_batch_cost(), cost)
     return plans, least_cost, optimum.exact
 
 
