@@ -74,7 +74,7 @@ def measure(
             zip(names, _measured(source, columns, unit, num_workers), strict=True)
         )
         if output:
-            with atomic_write("output", output) as file:
+            with atomic_write(output) as file:
                 _save(file, lengths)
         if figure:
             _draw(figure, lengths, unit or "tokens")
