@@ -111,8 +111,7 @@ class Limits:
         others = "the lengths have"
         policies = checked_overlong(self.overlong, self.sequences, others)
         self._set("overlong", policies)
-        self._check_batch_sizes()
-        self._check_max_seq_len()
+        self._check_values()
         if self.cost_fn is not None:
             check_function("cost_fn", self.cost_fn, "(batch_size, seq_len)")
 
@@ -141,26 +140,20 @@ class Limits:
             return tuple(check_positive(name, x) for x in value)
         return sizes_of(name, value, self.sequences, "the lengths have")
 
-    def _check_batch_sizes(self) -> None:
-        """Raises a ValueError if no B satisfies the limits."""
-        most, multiple = self.max_batch_size, self.batch_size_multiple
-        if most is not None and most < self.least_batch_size:
+    def _check_values(self) -> None:
+        """Raises a ValueError if no B or no T satisfies the limits."""
+        most, least = self.max_batch_size, self.least_batch_size
+        if most is not None and most < least:
             raise ValueError(
-                f"`max_batch_size={most}` is less than {self.least_batch_size}, the "
-                f"smallest B for `batch_size_multiple={multiple}` and `min_batch_size="
-                f"{self.min_batch_size}`. Raise it, or lower these."
+                f"`max_batch_size={most}` is less than {least}, the smallest B for "
+                "`batch_size_multiple` and `min_batch_size`. Raise it, or lower these."
             )
-
-    def _check_max_seq_len(self) -> None:
-        if self.max_seq_len is None:
-            return
-        pairs = self._each(self.max_seq_len), self.multiples
-        for last, multiple in np.stack(pairs, axis=1).tolist():
-            if last % multiple:
-                raise ValueError(
-                    f"`max_seq_len={last}` is not a multiple of `seq_len_multiple="
-                    f"{multiple}`. Use {-(-last // multiple) * multiple}."
-                )
+        last = self.max_seq_len
+        if last is not None and (self._each(last) % self.multiples).any():
+            raise ValueError(
+                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
+                f"{self.seq_len_multiple!r}`. Change one of the two."
+            )
 
     def of(self, lengths: Lengths) -> Limits:
         """Returns the limits with the names of the sequences of lengths.
@@ -249,11 +242,7 @@ class Limits:
         is_over = lengths > longest
         is_dropped = is_over[:, policies == "drop"].any(axis=1)
         if is_dropped.all():
-            raise ValueError(
-                f"Every example has a sequence longer than `max_seq_len="
-                f"{self.max_seq_len!r}`, and `overlong='drop'` leaves all of them out. "
-                "Raise `max_seq_len`."
-            )
+            raise ValueError(nothing_left(self.max_seq_len))
         for q in np.flatnonzero(policies == "error").tolist():
             used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
             check_longest(used, int(longest[q]), name)
@@ -367,8 +356,8 @@ class Limits:
         budget: Any = self.max_tokens
         if isinstance(budget, tuple) and len(budget) != len(seq_lens):
             raise ValueError(
-                f"`max_tokens` has {len(budget)} budgets for {len(seq_lens)} "
-                "boundaries. Pass one for each boundary."
+                f"`max_tokens={budget}`: pass one integer, or one for each of "
+                f"{len(seq_lens)} boundaries."
             )
         batch_sizes = self.check_shapes(seq_lens)
         if counts is not None:
@@ -408,25 +397,26 @@ class Limits:
         batch_sizes = self.batch_sizes(seq_lens)
         if batch_sizes.all():
             return batch_sizes
-        bad = int(np.argmin(batch_sizes))
-        multiple, least = self.batch_size_multiple, self.least_batch_size
-        budget = self.max_tokens
+        bad, least = int(np.argmin(batch_sizes)), self.least_batch_size
+        budget, needed = self.max_tokens, least * int(_totals(seq_lens).max())
         if isinstance(budget, Mapping):
-            pairs = zip(self.sequences, seq_lens.max(axis=0).tolist(), strict=True)
-            needed = {name: max(budget[name], least * t) for name, t in pairs}
-            remedy = f"Pass `max_tokens={needed}`"
+            most = np.maximum(self._each(budget), least * seq_lens.max(axis=0))
+            needed = dict(zip(self.sequences, most.tolist(), strict=True))
         else:
             budget = int(self._budgets(seq_lens)[bad])
-            remedy = f"Raise `max_tokens` to {least * int(_totals(seq_lens).max())}"
-        lower = "`max_seq_len`"
-        if least > 1:
-            name = "min_batch_size" if least > multiple else "batch_size_multiple"
-            lower = f"`{name}={getattr(self, name)}` or {lower}"
         raise ValueError(
-            f"`max_tokens={budget!r}` does not hold {least} "
-            f"{'row' if least == 1 else 'rows'} of `seq_len="
-            f"{self._named(seq_lens)[bad]!r}`. {remedy}, or lower {lower}."
+            f"`max_tokens={budget!r}` does not hold {least} rows of `seq_len="
+            f"{self._named(seq_lens)[bad]!r}`. Raise `max_tokens` to {needed}, or "
+            "lower `max_seq_len`, `batch_size_multiple` or `min_batch_size`."
         )
+
+
+def nothing_left(max_seq_len: Any) -> str:
+    """Returns the error message if every example is dropped."""
+    return (
+        f"`max_seq_len={max_seq_len!r}` is shorter than every example, and "
+        "`overlong='drop'` leaves all of them out. Raise it."
+    )
 
 
 def _totals(seq_lens: np.ndarray) -> np.ndarray:
