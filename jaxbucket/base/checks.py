@@ -114,22 +114,14 @@ def check_positive(name: str, value: Any) -> int:
 
 def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
     """Returns positive numbers as `[size]` float64, or raises a ValueError."""
-    if not isinstance(costs, Sequence | np.ndarray) or np.shape(costs) != (size,):
-        raise ValueError(
-            f"`{name}={costs!r}` must be {size} positive numbers, one for each bucket."
-        )
+    if np.shape(costs) != (size,):
+        raise ValueError(f"`{name}={costs!r}`: pass {size} costs, one for each bucket.")
     return np.array([check_cost(f"{name}[{i}]", x) for i, x in enumerate(costs)])
 
 
 def check_cost(name: str, value: Any) -> float:
     """Returns `value` as a float whose sums stay finite, or raises a ValueError."""
-    number = check_float(name, value)
-    if not 1e-100 <= number <= 1e100:
-        raise ValueError(
-            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Use a "
-            "different unit."
-        )
-    return number
+    return check_float(name, value, least=1e-100, most=1e100)
 
 
 def check_float(
@@ -153,12 +145,10 @@ def check_float(
         number = math.nan
     above = number > 0 if least is None else number >= least
     if not (above and number <= most) or isinstance(value, bool | np.bool_ | str):
-        needed = "positive, finite number" if least is None else f"number from {least}"
-        if math.isfinite(most) and most < MAX_FLOAT:
-            needed = (
-                f"{'share' if most == 1 else 'number'}, from {least or 0} to {most}"
-            )
-        raise ValueError(f"`{name}={value!r}` must be a {needed}.")
+        bounds = "above 0" if least is None else f"from {least}"
+        if most < MAX_FLOAT:
+            bounds += f" to {most}"
+        raise ValueError(f"`{name}={value!r}`: pass a finite number {bounds}.")
     return number
 
 

@@ -33,9 +33,9 @@ from jaxbucket.cli.output import (
 )
 from jaxbucket.packing.packed_plan import PACK_CHOICES, PackedPlan
 from jaxbucket.packing.planner import plan_packing
-from jaxbucket.plan.curve import PlanCurve, plan_curve
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES, plan_within
+from jaxbucket.plan.reports.curve import PlanCurve, plan_curve
 from jaxbucket.plan.reports.epoch import report
 
 

@@ -95,17 +95,14 @@ class Optimum:
         self._dense_choice: np.ndarray | None = None
         if max_buckets * _pairs(len(useful)) > _MAX_BOUND_PAIRS:
             dense = self._dense(max_buckets)
-            grid, max_buckets = self._grid(dense)
+            # Only candidates near a good choice, and as many buckets as is feasible.
+            size = _feasible_size(len(self._full_problem), len(dense))
+            grid = near(dense, size, len(self._full_problem))
+            max_buckets = min(len(dense), size // _NARROW)
             self._dense_choice = np.searchsorted(grid, dense)
             self._indices = self._indices[grid]
             self._problem = self._full_problem.take(grid)
         self._bounds, self._ends = lower_bounds(self._problem, max_buckets)
-
-    def _grid(self, dense: np.ndarray) -> tuple[np.ndarray, int]:
-        """Returns candidates near a good choice, and a feasible number of buckets."""
-        size = _feasible_size(len(self._full_problem), len(dense))
-        grid = near(dense, size, len(self._full_problem))
-        return grid, min(len(dense), size // _NARROW)
 
     def choice(self) -> np.ndarray:
         """Returns the best boundaries: `[K]` increasing indices of candidates."""

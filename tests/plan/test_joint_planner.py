@@ -261,13 +261,6 @@ def test_invalid_lengths_are_refused(lengths):
         jb.plan_buckets(lengths, max_tokens=100)
 
 
-def test_names_of_sequences_may_come_in_any_order():
-    limits = jb.plan.Limits(sequences=("b", "a"), max_tokens=9)
-    assert limits.sequences == ("a", "b")
-    plan = jb.plan_buckets({"b": [1], "a": [2]}, max_tokens=9)
-    assert plan.sequences == ("a", "b")
-
-
 def test_functions_of_one_length_refuse_limits_of_several():
     limits = jb.plan.Limits(sequences=("a", "b"), max_tokens=9)
     with pytest.raises(ValueError, match="`lengths`"):

@@ -129,18 +129,6 @@ def test_invalid_limits_are_refused(name, options):
         plan_of(np.append(LENGTHS, 500), **{"max_tokens": 4096, **options})
 
 
-def test_a_multiple_longer_than_all_examples_is_the_only_bucket():
-    plan = plan_buckets([3, 5, 9], max_tokens=1024, seq_len_multiple=128)
-    assert plan.buckets == (Bucket(3, 128),)
-
-
-def test_enough_buckets_for_all_lengths_need_no_padding():
-    lengths = [3, 3, 3, 5, 5, 9]
-    plan = plan_buckets(lengths, max_tokens=9, num_buckets=8)
-    assert plan.boundaries.tolist() == [3, 5, 9]
-    assert report(plan, lengths).padding == 0
-
-
 # Given shapes
 
 
@@ -193,22 +181,15 @@ def test_a_plan_without_costs_counts_tokens():
 
 
 @pytest.mark.parametrize(
-    ("costs", "message"),
+    "costs",
     [
-        ((1.0,), "`step_costs=(1.0,)` must be 2 positive numbers"),
-        (np.array(3.0), "must be 2 positive numbers, one for each bucket"),
-        (3.0, "`step_costs=3.0` must be 2 positive numbers"),
-        ((1.0, 0.0), "`step_costs[1]=0.0` must be a positive, finite number"),
-        ((1.0, np.nan), "`step_costs[1]=nan` must be"),
-        ((-1.0, 1.0), "`step_costs[0]=-1.0` must be"),
-        (("1", 1.0), "`step_costs[0]='1'` must be"),
-        ((True, 1.0), "`step_costs[0]=True` must be"),
-        ((1e-200, 1.0), "`step_costs[0]=1e-200`: a cost must be between"),
+        *((1.0,), np.array(3.0), 3.0, (1.0, 0.0), (1.0, np.nan), (-1.0, 1.0)),
+        *(("1", 1.0), (True, 1.0), (1e-200, 1.0)),
     ],
 )
-def test_invalid_step_costs_are_refused(costs, message):
+def test_invalid_step_costs_are_refused(costs):
     buckets = (Bucket(4, 8), Bucket(2, 16))
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="`step_costs"):
         BucketPlan(buckets, max_tokens=32, step_costs=costs)
 
 
