@@ -193,8 +193,7 @@ def test_a_folder_that_cannot_be_written_is_named_first(plan, tmp_path, option, 
             *("--recipe", "test_recipes:recipe", "--plan", plan, option, folder)
         )
     assert run.exit_code == 1 and not compiles
-    assert run.output.startswith(f"Error: `{option} {folder}` cannot be written: ")
-    assert "Choose a folder that you may write to" in run.output
+    assert f"{folder}'` cannot be written: " in run.output
 
 
 def test_the_command_fails_if_executables_cannot_be_saved(plan, tmp_path):
@@ -222,7 +221,7 @@ def test_the_command_fails_if_a_bucket_fails(plan):
     ("options", "message"),
     [
         (("--recipe", "test_recipes:other"), "no attribute 'other'"),
-        (("--recipe", "recipe"), "must be `module:function`"),
+        (("--recipe", "recipe"), "as `module:function`"),
         (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
         (("--recipe", "test_recipes:raising"), "raised KeyError: 'no such model"),
