@@ -226,7 +226,7 @@ def test_equal_policies_of_all_sequences_are_one_policy():
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"format": "other"}'])
 def test_text_that_is_no_plan_is_refused(text):
-    with pytest.raises(ValueError, match="JSON"):
+    with pytest.raises(ValueError):
         BucketPlan.from_json(text)
 
 

@@ -148,7 +148,7 @@ def test_a_short_loop_trains_evaluates_and_compiles_once():
         ({"num_steps": 3, "num_epochs": 1}, "both set the end of the run"),
         ({"num_workers": -1}, "`num_workers=-1` must not be negative"),
         ({"buffer_size": -1}, "`buffer_size=-1` must not be negative"),
-        ({"prefetch": -1}, "`prefetch=-1` must not be negative"),
+        ({"prefetch": -1}, "`prefetch=-1`"),
         ({"transform": 3}, "`transform`"),
     ],
 )
