@@ -244,7 +244,7 @@ def test_a_truncated_plan_is_refused(shapes, tmp_path, end):
     options = {"checkpoint": str(tmp_path), "resume": True}
     text = by_time(shapes).to_json()
     (tmp_path / "plan.json").write_text(text[:end])
-    with pytest.raises(ValueError, match=r"plan\.json: The plan is not valid JSON"):
+    with pytest.raises(ValueError, match=r"plan\.json: "):
         by_time(shapes, unmeasured, **options)
     (tmp_path / "plan.json").write_text(by_time(shapes).plan.to_json())
     with pytest.raises(ValueError, match="does not have the options"):
