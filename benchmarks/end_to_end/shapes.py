@@ -21,7 +21,7 @@ from records import StepRecord
 
 import jaxbucket as jb
 from jaxbucket.plan.costs import CostFn
-from jaxbucket.plan.curve import CurvePoint
+from jaxbucket.plan.reports.curve import CurvePoint
 
 FILE = "plan.json"
 # The number of shapes for held-out documents with `--num-buckets auto`.

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_integer, check_positive
+from jaxbucket.base.checks import check_choice, check_integer, check_positive
 from jaxbucket.base.sizes import Sizes
 
 EMPTY_ROW = -1
@@ -66,18 +66,12 @@ class RowShard:
     axes: tuple[str, ...] = ()
 
     def __post_init__(self):
-        parts = tuple(check_integer("parts", part) for part in self.parts)
-        object.__setattr__(self, "parts", parts)
-        object.__setattr__(
-            self, "num_parts", check_positive("num_parts", self.num_parts)
-        )
-        ascending = all(a < b for a, b in zip(self.parts, self.parts[1:], strict=False))
-        inside = all(0 <= part < self.num_parts for part in self.parts)
-        if not (self.parts and ascending and inside):
-            raise ValueError(
-                f"`parts={self.parts}` must be ascending, distinct and in "
-                f"[0, {self.num_parts})."
-            )
+        number = check_positive("num_parts", self.num_parts)
+        parts = [check_integer("parts", part, most=number - 1) for part in self.parts]
+        object.__setattr__(self, "num_parts", number)
+        object.__setattr__(self, "parts", tuple(parts))
+        if not parts or parts != sorted({*parts}) or parts[0] < 0:
+            raise ValueError(f"`parts={parts}`: pass indices that increase from 0 on.")
 
     def part_size(self, batch_size: int) -> int:
         """Returns the number of rows of one part.
@@ -92,8 +86,8 @@ class RowShard:
             raise ValueError(
                 f"`batch_size={batch_size}` cannot be split into {self.num_parts} "
                 f"equal parts along the mesh axes {self.axes}. Plan with "
-                f"`batch_size_multiple={self.num_parts}` or a multiple of it, or use a "
-                "number of devices that divides every B, for example to resume a run."
+                f"`batch_size_multiple={self.num_parts}`, or use a number of devices "
+                "that divides every B."
             )
         return batch_size // self.num_parts
 
@@ -204,8 +198,7 @@ class Batch(NamedTuple):
             "grain": ("segment_ids", "positions"),
             "maxtext": ("segmentation", "position"),
         }
-        if style not in suffixes:
-            raise ValueError(f"`style={style!r}`: choose 'grain' or 'maxtext'.")
+        check_choice("style", style, list(suffixes))
         ids, positions = suffixes[style]
         derived = {
             **{f"{name}_{ids}": value for name, value in self.segment_ids.items()},

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxbucket.base.checks import check_countable, check_positive
+from jaxbucket.base.checks import MAX_TOKENS, check_positive
 from jaxbucket.base.sizes import Size, Sizes, checked_size, total
 
 
@@ -26,7 +26,7 @@ class Bucket:
         T, stored as `Sizes`, if examples have several sequences.
 
     Raises:
-      ValueError: if a size is not a positive integer, or B * T is not below 2**62.
+      ValueError: if a size is not a positive integer, or B * T is not below 2**40.
     """
 
     batch_size: int
@@ -42,12 +42,11 @@ class Bucket:
         batch_size = check_positive("batch_size", self.batch_size)
         object.__setattr__(self, "batch_size", batch_size)
         object.__setattr__(self, "seq_len", checked_size("seq_len", self.seq_len))
-        check_countable(
-            self.num_tokens,
-            f"The number of tokens in `batch_size={self.batch_size}` rows of "
-            f"`seq_len={self.seq_len!r}`",
-            "Lower one of the two.",
-        )
+        if self.num_tokens >= MAX_TOKENS:
+            raise ValueError(
+                f"`batch_size={batch_size}` rows of `seq_len={self.seq_len!r}` have "
+                f"{self.num_tokens} tokens. Lower one of the two, to less than 2**40."
+            )
 
     @property
     def tokens_per_row(self) -> int:

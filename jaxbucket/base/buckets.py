@@ -15,17 +15,14 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import (
     MAX_LENGTH,
     check_costs,
-    check_countable,
     check_lengths,
+    check_longest,
     check_positive,
-    overlong_message,
-    unheld_message,
-    unsplit_message,
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.base.sizes import Size, Sizes, checked_size
+from jaxbucket.base.sizes import Size, Sizes, sizes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,22 +90,16 @@ class BucketPlan:
         self._set("buckets", tuple(self.buckets))
         multiple = check_positive("batch_size_multiple", self.batch_size_multiple)
         self._set("batch_size_multiple", multiple)
-        plan_checks.check_sequences(self)
+        plan_checks.check_shapes(self)
+        names, others = self.sequences, "the first bucket has"
         for name in ("max_tokens", "seq_len_multiple"):
-            self._set(name, checked_size(name, getattr(self, name)))
-        overlong = plan_checks.checked_overlong(
-            self.overlong, self.sequences, "the first bucket has"
-        )
-        self._set("overlong", overlong)
-        plan_checks.check_buckets(self)
-        plan_checks.check_last(self)
-        if isinstance(self.overlong, Mapping) and len(set(self.overlong.values())) == 1:
-            # Equal policies are the same plan, however they were written.
-            self._set("overlong", next(iter(self.overlong.values())))
-        if not isinstance(self.packed, bool):
-            raise ValueError(f"`packed={self.packed!r}` is not True or False.")
-        plan_checks.check_cost_unit(self)
-        if self.step_costs is not None:
+            self._set(name, sizes_of(name, getattr(self, name), names, others))
+        policy = plan_checks.checked_overlong(self.overlong, names, others)
+        self._set("overlong", policy)
+        plan_checks.check_limits(self)
+        if self.step_costs is None:
+            self._set("cost_unit", "tokens")
+        else:
             costs = check_costs("step_costs", self.step_costs, len(self.buckets))
             self._set("step_costs", tuple(costs.tolist()))
 
@@ -140,21 +131,11 @@ class BucketPlan:
           ValueError: if a shape is not a pair of positive integers, or violates a
             constraint of the plan.
         """
-        buckets = []
-        for shape in shapes:
-            try:
-                batch_size, seq_len = shape
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"`shapes` contains {shape!r}. Pass pairs (B, T)."
-                ) from None
-            buckets.append(Bucket(batch_size, checked_size("seq_len", seq_len)))
+        buckets = [Bucket(batch_size, seq_len) for batch_size, seq_len in shapes]
         buckets.sort(key=_sort_key)
         if max_tokens is None:
             max_tokens = max((bucket.num_tokens for bucket in buckets), default=1)
-        return cls(
-            tuple(buckets), max_tokens=checked_size("max_tokens", max_tokens), **fields
-        )
+        return cls(buckets, max_tokens, **fields)
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -209,9 +190,6 @@ class BucketPlan:
         """The same shapes for rows of one example, or for lengths of packed rows."""
         return dataclasses.replace(self, packed=False)
 
-    # What `schedule` calls it.
-    of_rows = unpacked
-
     @property
     def max_seq_len(self) -> int:
         """T of the last bucket.
@@ -256,11 +234,8 @@ class BucketPlan:
             self._assign_several(columns)
             return columns
         lengths = check_lengths(cast(ArrayLike, lengths))
-        longest = self.max_seq_len
-        if self.overlong == "error" and lengths.max() > longest:
-            raise ValueError(overlong_message(lengths, longest))
-        if self.overlong == "split" and lengths.max() > longest:
-            raise ValueError(unsplit_message(lengths, longest))
+        if self.overlong in ("error", "split"):
+            check_longest(lengths, self.max_seq_len, is_split=self.overlong == "split")
         return lengths
 
     def assign(self, lengths: Lengths) -> np.ndarray:
@@ -296,20 +271,20 @@ class BucketPlan:
         policies = np.array([self.policy(name) for name in self.sequences])
         is_used = ~is_over[:, policies == "drop"].any(axis=1)
         for q in np.flatnonzero(policies == "error").tolist():
-            if (is_over[:, q] & is_used).any():
-                name, used = self.sequences[q], lengths[:, q] * is_used
-                raise ValueError(overlong_message(used, self.max_seq_lens[name], name))
+            name, used = self.sequences[q], lengths[:, q] * is_used
+            check_longest(used, self.max_seq_lens[name], name)
         row_costs = self.costs / self.batch_sizes
         index = assignment.cheapest(self.truncated(lengths), self.seq_lens, row_costs)
         index[~is_used] = -1
         is_unheld = (index < 0) & is_used
-        if is_unheld.any() and not self._drops:
-            raise ValueError(unheld_message(lengths, is_unheld, self.sequences))
+        if is_unheld.any() and "drop" not in policies:
+            example = int(np.argmax(is_unheld))
+            raise ValueError(
+                f"`lengths` of example {example} are {lengths[example].tolist()}, of "
+                f"{list(self.sequences)}. No bucket holds these together. Add one that "
+                "does, or choose `overlong='drop'`."
+            )
         return index
-
-    @property
-    def _drops(self) -> bool:
-        return "drop" in [self.policy(name) for name in self.sequences or (None,)]
 
     @property
     def truncates(self) -> bool | list[str]:
@@ -351,23 +326,6 @@ class BucketPlan:
         """
         lengths = self.check(lengths)
         return self.truncated(lengths[self.assign(lengths) >= 0])
-
-    def rows_per_step(self, accumulate: int) -> np.ndarray:
-        """Returns the rows of `accumulate` batches of each bucket, `[K]` int64.
-
-        Args:
-          accumulate: the number of micro-batches per step.
-
-        Raises:
-          ValueError: if the tokens of that many batches do not fit in 64 bits.
-        """
-        most = max(bucket.num_tokens for bucket in self.buckets) * accumulate
-        check_countable(
-            most,
-            f"The number of tokens in a step of `accumulate={accumulate}` batches",
-            "Lower `accumulate`, or plan with a smaller `max_tokens`.",
-        )
-        return self.batch_sizes * accumulate
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -14,17 +14,18 @@ from numpy.typing import ArrayLike
 MAX_LENGTH = 2**31 - 1
 MAX_ACCUMULATE = 2**16
 MAX_FLOAT = sys.float_info.max
-# Half the range of int64, so that the sum of two counts does not overflow.
-MAX_COUNT = 2**62
+# The tokens of a batch are fewer, and those of an accumulated step fit in 64 bits.
+MAX_TOKENS = 2**40
 
 
-def check_lengths(lengths: ArrayLike) -> np.ndarray:
+def check_lengths(lengths: ArrayLike, name: str = "lengths") -> np.ndarray:
     """Returns `lengths` as an int32 or int64 array `[N]`, after checking it.
 
     An array of one of these dtypes is returned without a copy.
 
     Args:
       lengths: `[N]` integers, one per example.
+      name: the name of the argument, for messages.
 
     Raises:
       ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
@@ -33,72 +34,55 @@ def check_lengths(lengths: ArrayLike) -> np.ndarray:
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(
-            f"`lengths` is {with_article(lengths)} of shape {array.shape}. Pass one "
+            f"`{name}` is {with_article(lengths)} of shape {array.shape}. Pass one "
             "length per example, [N]. For examples with several sequences, plan "
             "buckets that have a T for each."
         )
-    if array.size == 0:
-        raise ValueError(
-            "`lengths` is empty: there are no examples to batch. Check the source."
-        )
     # By kind, because numpy also treats timedelta64 as an integer dtype.
-    if array.dtype.kind not in "iu":
+    if array.size == 0 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"`lengths` has dtype {array.dtype}, and `lengths[0]={array[0]!r}` is not "
-            "an integer. Convert lengths to tokens, frames or bytes, and then with "
-            "`np.asarray(lengths, np.int32)`."
+            f"`{name}` is {array}: pass at least one length, and integers, for "
+            "example `np.asarray(lengths, np.int32)`."
         )
     low, high = int(array.min()), int(array.max())
     if low < 1 or high > MAX_LENGTH:
         bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
         raise ValueError(
-            f"`lengths[{bad}]={array[bad]}`: a length must be between 1 and "
+            f"`{name}[{bad}]={array[bad]}`: a length must be between 1 and "
             f"{MAX_LENGTH}. Remove the example or measure it again."
         )
     # Narrow and unsigned dtypes cannot represent every T.
     return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
 
 
-def overlong_message(
-    lengths: np.ndarray, max_seq_len: int, sequence: str | None = None
-) -> str:
-    """Returns the error message for an example longer than the last bucket."""
-    example = int(np.argmax(lengths > max_seq_len))
-    name = "" if sequence is None else f"[{sequence!r}]"
-    where = "the last bucket" if sequence is None else "all buckets"
-    split = ", or 'split'" if sequence is None else ""
-    return (
-        f"`lengths{name}[{example}]={lengths[example]}` is beyond {where}, "
-        f"`seq_len{name}={max_seq_len}`. Plan with a larger `max_seq_len`, or with "
-        f"`overlong=` 'drop', 'truncate' or 'truncate_left'{split}."
-    )
-
-
-def unheld_message(
-    lengths: np.ndarray, is_unheld: np.ndarray, sequences: Sequence[str]
-) -> str:
-    """Returns the error message for an example that no bucket holds.
+def check_longest(
+    lengths: np.ndarray,
+    max_seq_len: int,
+    sequence: str | None = None,
+    is_split: bool = False,
+) -> None:
+    """Raises a ValueError if an example is longer than the last bucket.
 
     Args:
-      lengths: `[N, Q]` integers.
-      is_unheld: `[N]` bool.
-      sequences: the names of the Q sequences.
+      lengths: `[N]` integers.
+      max_seq_len: the longest T.
+      sequence: the name of one of several sequences.
+      is_split: whether the lengths should be those of chunks.
     """
-    example = int(np.argmax(is_unheld))
-    sizes = dict(zip(sequences, lengths[example].tolist(), strict=True))
-    return (
-        f"Example {example} has the lengths {sizes}, which no bucket holds together. "
-        "Add a bucket that does, or choose `overlong='drop'`."
-    )
-
-
-def unsplit_message(lengths: np.ndarray, max_seq_len: int) -> str:
-    """Returns the error message for an example that should have been split."""
+    if lengths.max() <= max_seq_len:
+        return
     example = int(np.argmax(lengths > max_seq_len))
-    return (
-        f"`lengths[{example}]={lengths[example]}` is beyond the last bucket, "
-        f"`seq_len={max_seq_len}`, and the plan has `overlong='split'`. Split the "
-        f"source first: `{split_line(max_seq_len)}`. Then use `source.lengths`."
+    name = "" if sequence is None else f"[{sequence!r}]"
+    remedy = (
+        "Plan with a larger `max_seq_len`, or with `overlong=` 'drop', 'truncate', "
+        "'truncate_left' or, with one length, 'split'."
+    )
+    if is_split:
+        line = split_line(max_seq_len)
+        remedy = f"Split the source, `{line}`, and pass `source.lengths`."
+    raise ValueError(
+        f"`lengths{name}[{example}]={lengths[example]}` is beyond the longest T, "
+        f"{max_seq_len}. {remedy}"
     )
 
 
@@ -107,56 +91,37 @@ def split_line(max_seq_len: int) -> str:
     return f"source = jb.data.split_source(source, {max_seq_len}, lengths=lengths)"
 
 
-def check_integer(name: str, value: Any) -> int:
-    """Returns `value` as an int, or raises a ValueError with its name."""
+def check_integer(
+    name: str, value: Any, *, least: int = -(2**63), most: int = 2**63 - 1
+) -> int:
+    """Returns `value` as an int from `least` to `most`, or raises a ValueError."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise ValueError(
             f"`{name}={value!r}` is not an integer. Pass an int."
         ) from None
+    if not least <= number <= most or isinstance(value, bool):
+        bound = f"at most {most}" if number > most else f"at least {least}"
+        raise ValueError(f"`{name}={value!r}` must be an integer, {bound}.")
+    return number
 
 
 def check_positive(name: str, value: Any) -> int:
     """Returns `value` as an int from 1 to 2**62 - 1, or raises a ValueError."""
-    number = check_integer(name, value)
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"`{name}={value!r}` must be a positive integer.")
-    if number >= MAX_COUNT:
-        raise ValueError(f"`{name}={value!r}` must be below 2**62.")
-    return number
-
-
-def check_countable(number: int, quantity: str, remedy: str) -> None:
-    """Raises a ValueError if a number of tokens is too large for 64-bit arithmetic.
-
-    Args:
-      number: the number, a Python integer so that it cannot have overflowed.
-      quantity: the counted quantity, as the subject of the error message.
-      remedy: the sentence that ends the error message.
-    """
-    if number >= MAX_COUNT:
-        raise ValueError(f"{quantity} is {number}, but must be below 2**62. {remedy}")
+    return check_integer(name, value, least=1, most=2**62 - 1)
 
 
 def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
     """Returns positive numbers as `[size]` float64, or raises a ValueError."""
-    if not isinstance(costs, Sequence | np.ndarray) or np.shape(costs) != (size,):
-        raise ValueError(
-            f"`{name}={costs!r}` must be {size} positive numbers, one for each bucket."
-        )
+    if np.shape(costs) != (size,):
+        raise ValueError(f"`{name}={costs!r}`: pass {size} costs, one for each bucket.")
     return np.array([check_cost(f"{name}[{i}]", x) for i, x in enumerate(costs)])
 
 
 def check_cost(name: str, value: Any) -> float:
     """Returns `value` as a float whose sums stay finite, or raises a ValueError."""
-    number = check_float(name, value)
-    if not 1e-100 <= number <= 1e100:
-        raise ValueError(
-            f"`{name}={value!r}`: a cost must be between 1e-100 and 1e100. Use a "
-            "different unit."
-        )
-    return number
+    return check_float(name, value, least=1e-100, most=1e100)
 
 
 def check_float(
@@ -180,33 +145,16 @@ def check_float(
         number = math.nan
     above = number > 0 if least is None else number >= least
     if not (above and number <= most) or isinstance(value, bool | np.bool_ | str):
-        needed = "positive, finite number" if least is None else f"number from {least}"
-        if math.isfinite(most) and most < MAX_FLOAT:
-            needed = (
-                f"{'share' if most == 1 else 'number'}, from {least or 0} to {most}"
-            )
-        raise ValueError(f"`{name}={value!r}` must be a {needed}.")
+        bounds = "above 0" if least is None else f"from {least}"
+        if most < MAX_FLOAT:
+            bounds += f" to {most}"
+        raise ValueError(f"`{name}={value!r}`: pass a finite number {bounds}.")
     return number
-
-
-# What `plan`, `packing` and `schedule` call it.
-check_number = check_float
-
-
-def check_share(name: str, value: Any) -> float:
-    """Returns `value` as a float from 0 to 1, or raises a ValueError."""
-    return check_float(name, value, least=0, most=1)
 
 
 def check_accumulate(accumulate: Any) -> int:
     """Returns the number of micro-batches as an int, or raises a ValueError."""
-    number = check_positive("accumulate", accumulate)
-    if number > MAX_ACCUMULATE:
-        raise ValueError(
-            f"`accumulate={number}` exceeds {MAX_ACCUMULATE}, the largest number of "
-            "micro-batches per step."
-        )
-    return number
+    return check_integer("accumulate", accumulate, least=1, most=MAX_ACCUMULATE)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -226,10 +174,7 @@ def check_function(name: str, value: Any, arguments: str) -> None:
 
 def check_seed(seed: Any) -> int:
     """Returns `seed` as an int, or raises a ValueError if it is out of range."""
-    number = check_integer("seed", seed)
-    if not 0 <= number < 2**63:
-        raise ValueError(f"`seed={seed}` must be between 0 and 2**63 - 1.")
-    return number
+    return check_integer("seed", seed, least=0)
 
 
 def with_article(value: Any) -> str:

@@ -24,17 +24,15 @@ def check_parts(lengths: Mapping[str, ArrayLike]) -> dict[str, np.ndarray]:
         differ.
     """
     check_sequence_names("lengths", lengths)
-    parts = {}
-    for name in sorted(lengths):
-        try:
-            parts[name] = check_lengths(lengths[name])
-        except ValueError as error:
-            raise ValueError(f"Sequence {name!r}: {error}") from None
+    parts = {
+        name: check_lengths(lengths[name], f"lengths[{name!r}]")
+        for name in sorted(lengths)
+    }
     sizes = {name: len(column) for name, column in parts.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"`lengths` has different numbers of examples for its sequences, {sizes}. "
-            "Pass one length per example for every sequence."
+            f"`lengths` has these numbers of examples: {sizes}. Pass one length per "
+            "example for every sequence."
         )
     return parts
 
@@ -55,17 +53,12 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
     Raises:
       ValueError: if the sequences of `lengths` are others, or `check_parts` raises it.
     """
-    if isinstance(lengths, np.ndarray) and lengths.ndim == 2:
-        if lengths.shape[1] != len(sequences):
-            raise ValueError(
-                f"`lengths` has shape {lengths.shape}. Pass one column for each of "
-                f"{list(sequences)}, or a mapping from these to lengths [N]."
-            )
+    if isinstance(lengths, np.ndarray) and lengths.shape[1:] == (len(sequences),):
         lengths = dict(zip(sequences, lengths.T, strict=True))
     if not isinstance(lengths, Mapping):
         raise ValueError(
-            f"`lengths` is a {type(lengths).__name__}, but the plan has the sequences "
-            f"{list(sequences)}. Pass a mapping from each sequence to its lengths [N]."
+            f"`lengths` is a {type(lengths).__name__}. Pass a mapping from each of "
+            f"{list(sequences)} to its lengths [N]."
         )
     check_same_sequences("lengths", lengths, sequences, "the plan has")
     return np.stack(list(check_parts(lengths).values()), axis=1)

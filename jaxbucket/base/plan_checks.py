@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.policies import OVERLONG, OVERLONG_SEVERAL, TRUNCATING
-from jaxbucket.base.sizes import PerSequence, Sizes, check_same_sequences, total
+from jaxbucket.base.sizes import PerSequence, Sizes, check_same_sequences
 
 if TYPE_CHECKING:
     from jaxbucket.base.buckets import BucketPlan
@@ -18,83 +20,10 @@ if TYPE_CHECKING:
 _MAX_BUCKETS = 2**15 - 1
 
 
-def check_sequences(plan: BucketPlan) -> None:
-    """Raises a ValueError if there are no buckets, or their sequences differ.
-
-    A mapping in another field must have the sequences of the buckets, too.
-    """
-    if not plan.buckets:
-        raise ValueError("`buckets` is empty. A plan needs at least one shape.")
-    if len(plan) > _MAX_BUCKETS:
-        raise ValueError(
-            f"`buckets` has {len(plan)} shapes, more than {_MAX_BUCKETS}. "
-            "Plan with fewer: each shape costs a compilation."
-        )
-    for bucket in plan.buckets:
-        if not isinstance(bucket, Bucket):
-            raise ValueError(
-                f"`buckets` contains {bucket!r}. Use `Bucket(batch_size, seq_len)`."
-            )
-        names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
-        _check_names(plan, "buckets", names)
-    for name in ("max_tokens", "seq_len_multiple"):
-        if isinstance(value := getattr(plan, name), Mapping):
-            _check_names(plan, name, value)
-
-
-def check_buckets(plan: BucketPlan) -> None:
-    """Raises a ValueError if a bucket violates a constraint of the plan."""
-    for bucket in plan.buckets:
-        _check_budget(plan, bucket)
-        _check_multiples(plan, bucket)
-    pairs = itertools.pairwise(bucket.seq_len for bucket in plan.buckets)
-    if not all(before < after for before, after in pairs):
-        seq_lens = [bucket.to_list()[1] for bucket in plan.buckets]
-        raise ValueError(
-            f"`buckets` has seq_lens {seq_lens}. Sort the buckets by strictly "
-            "increasing `seq_len`."
-        )
-
-
-def _check_names(plan: BucketPlan, name: str, names: Collection[str]) -> None:
-    check_same_sequences(name, names, plan.sequences, "the first bucket has")
-
-
-def _check_budget(plan: BucketPlan, bucket: Bucket) -> None:
-    budgets: list[Any] = [("max_tokens", bucket.tokens_per_row, plan.max_tokens)]
-    if isinstance(plan.max_tokens, Sizes):
-        budgets = [
-            (f"max_tokens[{name!r}]", bucket.seq_len[name], budget)
-            for name, budget in plan.max_tokens.items()
-        ]
-    for name, seq_len, budget in budgets:
-        if bucket.batch_size * seq_len > budget:
-            raise ValueError(
-                f"Bucket {bucket} holds {bucket.batch_size * seq_len} tokens, more "
-                f"than `{name}={budget}`. Lower its `batch_size` or its `seq_len`, or "
-                f"raise `{name}`."
-            )
-
-
-def _check_multiples(plan: BucketPlan, bucket: Bucket) -> None:
-    values = [("batch_size", bucket.batch_size, plan.batch_size_multiple)]
-    seq_len, multiple = bucket.seq_len, plan.seq_len_multiple
-    if isinstance(seq_len, Sizes):
-        for name, size in seq_len.items():
-            each = multiple[name] if isinstance(multiple, Sizes) else multiple
-            values.append((f"seq_len[{name!r}]", size, each))
-    else:
-        values.append(("seq_len", seq_len, total(multiple)))
-    for name, value, factor in values:
-        if value % factor:
-            raise ValueError(
-                f"Bucket {bucket}: `{name}={value}` is not a multiple of "
-                f"`{name.split('[')[0]}_multiple={factor}`."
-            )
-
-
 def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> Any:
     """Returns the policy for examples that are too long, or that for each sequence.
+
+    Equal policies of all sequences are one policy.
 
     Args:
       overlong: the policy, or a mapping from sequence name to a policy.
@@ -111,28 +40,57 @@ def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> 
     check_same_sequences("overlong", overlong, sequences, others)
     for name, policy in overlong.items():
         check_choice(f"overlong[{name!r}]", policy, known)
-    return PerSequence(overlong, "overlong")
+    policies = set(overlong.values())
+    return policies.pop() if len(policies) == 1 else PerSequence(overlong, "overlong")
 
 
-def check_last(plan: BucketPlan) -> None:
-    """Raises a ValueError if no bucket holds what truncation leaves of any example."""
+def check_shapes(plan: BucketPlan) -> None:
+    """Raises a ValueError unless the buckets increase and have the same sequences."""
+    buckets = plan.buckets
+    if not (0 < len(buckets) <= _MAX_BUCKETS):
+        raise ValueError(
+            f"`buckets` has {len(buckets)} shapes. Pass 1 to {_MAX_BUCKETS}."
+        )
+    if not all(isinstance(bucket, Bucket) for bucket in buckets):
+        raise ValueError(f"`buckets={buckets}`: pass `Bucket(batch_size, seq_len)`.")
+    for bucket in buckets:
+        names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
+        check_same_sequences("buckets", names, plan.sequences, "the first bucket has")
+    pairs = itertools.pairwise(bucket.seq_len for bucket in buckets)
+    if not all(before < after for before, after in pairs):
+        raise ValueError(
+            f"`buckets` has the seq_lens {plan.seq_lens.tolist()}. Sort the buckets by "
+            "strictly increasing `seq_len`."
+        )
+
+
+def check_limits(plan: BucketPlan) -> None:
+    """Raises a ValueError if a bucket violates a limit of the plan."""
+
+    def each(value: Any) -> Any:
+        return list(value.values()) if isinstance(value, Sizes) else value
+
+    tokens = plan.batch_sizes[:, None] * plan.seq_lens
+    if not isinstance(plan.max_tokens, Sizes):
+        tokens = tokens.sum(axis=1, keepdims=True)
+    violations = {
+        "max_tokens": tokens > each(plan.max_tokens),
+        "batch_size_multiple": plan.batch_sizes % plan.batch_size_multiple > 0,
+        "seq_len_multiple": plan.seq_lens % each(plan.seq_len_multiple) > 0,
+    }
+    for name, violated in violations.items():
+        if violated.any():
+            bucket = plan.buckets[int(np.argwhere(violated)[0, 0])]
+            raise ValueError(
+                f"Bucket {bucket}, with {bucket.num_tokens} tokens, does not fit "
+                f"`{name}={getattr(plan, name)!r}`. Change one of the two."
+            )
+    # Truncation limits each sequence by itself.
     last = plan.buckets[-1].seq_len
-    if plan.sequences and last != plan.max_seq_lens and _truncates(plan):
+    truncates = any(plan.policy(name) in TRUNCATING for name in plan.sequences)
+    if truncates and last != plan.max_seq_lens:
         raise ValueError(
             f"`overlong={plan.overlong!r}` requires a last bucket that holds the "
             f"longest sequences, {plan.max_seq_lens!r}, but it has {last!r}. Add such "
             "a bucket, or choose 'error' or 'drop'."
-        )
-
-
-def _truncates(plan: BucketPlan) -> bool:
-    return any(plan.policy(name) in TRUNCATING for name in plan.sequences)
-
-
-def check_cost_unit(plan: BucketPlan) -> None:
-    """Raises a ValueError if there is a unit without costs."""
-    if plan.step_costs is None and plan.cost_unit != "tokens":
-        raise ValueError(
-            f"`cost_unit={plan.cost_unit!r}` requires `step_costs`. Pass both, or "
-            "remove `cost_unit`."
         )

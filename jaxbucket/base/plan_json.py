@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from jaxbucket.base.buckets import BucketPlan
 
 _HEADER = {"format": "jaxbucket.BucketPlan", "version": 1}
-_REMEDY = "Write the plan again with `plan.to_json()`."
 
 
 def write(plan: BucketPlan) -> str:
@@ -40,27 +39,21 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
       ValueError: if `text` is not valid JSON, does not hold a plan, or holds one of an
         unknown version or with unknown fields.
     """
-    try:
-        fields = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"The plan is not valid JSON ({error}). {_REMEDY}") from None
-    if not isinstance(fields, dict) or any(
-        fields.get(x) != _HEADER[x] for x in _HEADER
-    ):
-        raise ValueError(f"The JSON is no plan with {_HEADER}. {_REMEDY}")
-    plan = {name: fields[name] for name in fields.keys() - {*_HEADER, "notes"}}
-    if wrong := sorted(plan.keys() ^ set(names)):
+    fields = json.loads(text)
+    if not isinstance(fields, dict) or not fields.items() >= _HEADER.items():
         raise ValueError(
-            f"The plan has fields that are missing or unknown: {wrong}. It must have "
-            f"{names}; anything else goes into 'notes'."
+            f"The JSON is no plan with {_HEADER}. Write it again with `plan.to_json()`."
         )
-    pairs = plan["buckets"]
-    if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
+    plan = {name: fields[name] for name in fields.keys() - {*_HEADER, "notes"}}
+    wrong = plan.keys() ^ set(names)
+    pairs = plan.get("buckets")
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in pairs
+    ):
+        wrong |= {"buckets"}
+    if wrong:
         raise ValueError(
-            f"The plan's buckets are {pairs!r}, not a list of [B, T]. {_REMEDY}"
+            f"The plan has missing, unknown or invalid fields, {sorted(wrong)}. It has "
+            f"{names}, with buckets [B, T]; anything else goes into 'notes'."
         )
     return plan
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxbucket.base.checks import check_integer
 
@@ -41,10 +41,7 @@ class DataPosition:
     schedule: Mapping[str, Any]
 
     def __post_init__(self):
-        step = check_integer("step", self.step)
-        if step < 0:
-            raise ValueError(f"`step={step}` must not be negative.")
-        object.__setattr__(self, "step", step)
+        object.__setattr__(self, "step", check_integer("step", self.step, least=0))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the position as a dict for JSON; `from_dict` is the inverse."""
@@ -60,19 +57,17 @@ class DataPosition:
         Raises:
           ValueError: if `fields` is not such a dict.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        parts = names[1:]
-        if (
-            not isinstance(fields, Mapping)
-            or sorted(fields) != sorted(names)
-            or not all(isinstance(fields[part], Mapping) for part in parts)
-            or not all(isinstance(fields[p].get(_FINGERPRINT), str) for p in parts)
-        ):
+        try:
+            position = cls(**fields)
+            prints = [x[_FINGERPRINT] for x in dataclasses.astuple(position)[1:]]
+        except (TypeError, KeyError):
+            prints = [None]
+        if not all(isinstance(x, str) for x in prints):
             raise ValueError(
                 f"{fields!r} is not a valid `DataPosition`. Pass the result of "
                 "`position.to_dict()`."
             )
-        return cls(fields["step"], *(fields[part] for part in parts))
+        return cls(**fields)
 
     def check_same(self, other: DataPosition) -> None:
         """Raises a ValueError if another position is not from the same run.
@@ -81,44 +76,23 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
-        lacking = other.schedule.keys() & {_PROCESSES, _LATER} - self.schedule.keys()
-        if lacking:
-            raise ValueError(
-                f"Cannot resume at step {self.step}, because the position has no "
-                f"{sorted(lacking)}: it is of another kind of data, or of an earlier "
-                "version of jaxbucket. Resume with the data and the version that saved "
-                "it, or save to a different folder."
-            )
         changes = self.changes(other)
         if not changes:
             return
         if _PROCESSES in other.schedule:
-            self._refuse_stream(other, changes)
+            remedy = (
+                "Streams resume only with the same number of processes. To change the "
+                "plan at a later step, pass `plan={0: old, step: new}`."
+            )
+        else:
+            remedy = (
+                "To change the schedule at this step, use "
+                f"`JoinedSchedule({{0: old, {self.step}: new}})`."
+            )
         raise ValueError(
             f"Cannot resume at step {self.step}, because the plan, the data or the "
             f"schedule has changed (saved -> now): {'; '.join(changes)}. Restore the "
-            "previous settings, save to a different folder, or change the schedule at "
-            f"this step with `JoinedSchedule({{0: old, {self.step}: new}})`."
-        )
-
-    def _refuse_stream(self, other: DataPosition, changes: list[str]) -> NoReturn:
-        """Raises a ValueError for a stream, whose remedies are others."""
-        before, now = self.schedule[_PROCESSES], other.schedule[_PROCESSES]
-        if before != now:
-            raise ValueError(
-                f"Cannot resume at step {self.step}, because the stream was read by "
-                f"{before} processes, and now by {now}. Streams resume only with the "
-                "same number of processes."
-            )
-        remedies = ["Restore the previous settings, or save to a different folder."]
-        if "plans" in _changes("schedule", self.schedule, other.schedule):
-            remedies.append(
-                "To change the plan at a later step, pass `plan={0: old, step: new}`."
-            )
-        raise ValueError(
-            f"Cannot resume at step {self.step}, because the plan, the lengths or the "
-            f"options have changed (saved -> now): {'; '.join(changes)}. "
-            f"{' '.join(remedies)}"
+            f"previous settings, or save to a different folder. {remedy}"
         )
 
     def changes(self, other: DataPosition) -> list[str]:

@@ -22,26 +22,14 @@ def selected_indices(name: str, selected: ArrayLike, size: int) -> np.ndarray:
       ValueError: if no example is selected, or `selected` is neither `[N]` bool nor
         valid indices.
     """
-    array = np.asarray(selected)
-    if array.dtype == bool:
-        if array.shape != (size,):
-            raise ValueError(
-                f"`{name}` is bool{list(array.shape)}, but there are {size} examples. "
-                "Pass a bool for each of them, or indices."
-            )
+    given = array = np.asarray(selected)
+    if array.dtype == bool and array.shape == (size,):
         array = np.flatnonzero(array)
-    if array.size == 0:
-        raise ValueError(f"`{name}` selects no example. Select at least one.")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    is_index = array.ndim == 1 and array.size and array.dtype.kind in "iu"
+    if not is_index or array.min() < 0 or array.max() >= size:
         raise ValueError(
-            f"`{name}` is {array.dtype}{list(array.shape)}. Pass integers `[M]`, or a "
-            "bool for each example."
-        )
-    if array.min() < 0 or array.max() >= size:
-        bad = int(array[(array < 0) | (array >= size)][0])
-        raise ValueError(
-            f"`{name}` has the index {bad}, but there are {size} examples. Pass "
-            f"indices from 0 to {size - 1}."
+            f"`{name}` is {given}, {given.dtype}{list(given.shape)}. Pass at least one "
+            f"index from 0 to {size - 1}, or {size} bool, not all of them False."
         )
     if array.size == size > 2 and array.max() <= 1:
         raise ValueError(

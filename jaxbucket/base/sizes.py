@@ -103,16 +103,10 @@ else:
 
 def check_sequence_names(argument: str, values: Mapping[Any, Any]) -> None:
     """Raises a ValueError if there are fewer than two names, or one is not a string."""
-    if len(values) < 2:
+    if len(values) < 2 or not all(isinstance(name, str) for name in values):
         raise ValueError(
-            f"`{argument}` is a mapping with the sequences {list(values)}. Name at "
-            "least two, or pass the value itself for examples with one sequence."
-        )
-    bad_names = [name for name in values if not isinstance(name, str)]
-    if bad_names:
-        raise ValueError(
-            f"`{argument}` has sequence names that are not strings: {bad_names}. Use "
-            "the names of features."
+            f"`{argument}` is a mapping with the sequences {list(values)}. Pass at "
+            "least two names of features, or for one sequence the value itself."
         )
 
 
@@ -129,12 +123,9 @@ def check_same_sequences(
     """
     if set(values) == set(sequences):
         return
-    missing = [repr(name) for name in sequences if name not in values]
-    verb = "is" if len(missing) == 1 else "are"
-    gap = f": {' and '.join(missing)} {verb} missing" if missing else ""
     raise ValueError(
         f"`{argument}` has the sequences {list(values)}, but {others} "
-        f"{list(sequences)}{gap}. Use the same sequences."
+        f"{list(sequences)}. Use the same sequences."
     )
 
 
@@ -150,3 +141,19 @@ def checked_size(name: str, value: Any) -> int | Sizes:
     if isinstance(value, Mapping):
         return Sizes(value, name)
     return check_positive(name, value)
+
+
+def sizes_of(
+    name: str, value: Any, sequences: Collection[str], others: str
+) -> int | Sizes:
+    """Returns `checked_size`, after checking that a mapping has some sequences.
+
+    Args:
+      name: the name of the argument, for messages.
+      value: an integer or a mapping.
+      sequences: the names of the expected sequences.
+      others: what has these sequences, for `check_same_sequences`.
+    """
+    if isinstance(value, Mapping):
+        check_same_sequences(name, value, sequences, others)
+    return checked_size(name, value)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from jaxbucket.cli.options import (
     EXISTING,
+    POSITIVE,
     block_sparse_option,
     column_option,
     json_option,
     limit_options,
-    num_buckets_option,
     plot_option,
     read_columns,
     remainder_option,
     unit_option,
 )
 from jaxbucket.cli.output import check_outputs, new_figure, show
-from jaxbucket.cli.plan import pack_rows, parse_size
-from jaxbucket.cli.report import read_plan, report_packed
+from jaxbucket.cli.plan import pack_rows
+from jaxbucket.cli.report import read_plan
 from jaxbucket.packing.packed_plan import PACK_CHOICES
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.compare import compare_plans
-from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
+from jaxbucket.plan.reports.comparison import ComparedPlan
+from jaxbucket.schedule.batch_schedule import BatchSchedule
 
 # What a model must do to train on packed rows.
 _REQUIRES = (
@@ -36,7 +38,9 @@ _REQUIRES = (
 
 @click.command()
 @click.argument("lengths", type=EXISTING)
-@num_buckets_option
+@click.option(
+    "--num-buckets", type=POSITIVE, default=8, help="Maximum number of shapes."
+)
 @click.option(
     "--plan",
     "plan_files",
@@ -60,7 +64,7 @@ _REQUIRES = (
 @json_option
 def compare(
     lengths: pathlib.Path,
-    num_buckets: str,
+    num_buckets: int,
     plan_files: tuple[pathlib.Path, ...],
     pack: str,
     block_sparse: bool,
@@ -78,21 +82,25 @@ def compare(
     If you repeat --column, plans have a T for each column.
     """
     check_outputs([lengths, *plan_files], plot=plot)
-    size = parse_size(num_buckets)
     with new_figure(plot, 10, 6) as figure:
         measured = read_columns(lengths, columns)
         comparison = compare_plans(
             measured,
             Limits(**limits),
-            num_buckets=size,
+            num_buckets=num_buckets,
             others={str(path): read_plan(path) for path in plan_files},
             remainder=remainder,
         )
         if pack != "never":
-            packed = {"num_buckets": size, "block_sparse": block_sparse}
-            comparison = _with_packed(
-                comparison, measured, limits, packed, pack == "always", remainder
-            )
+            options = {"num_buckets": num_buckets, "block_sparse": block_sparse}
+            try:
+                plans = list(_packed_plans(measured, limits, options, remainder))
+                comparison = comparison.extended(plans, _REQUIRES)
+            except ValueError as error:
+                if pack == "always":
+                    raise
+                note = f"Packed rows are not compared: {error}"
+                comparison = comparison.extended((), note)
         comparison = comparison.with_unit(unit)
         if figure:
             from jaxbucket.plan.reports import plots
@@ -102,35 +110,17 @@ def compare(
     show(as_json, comparison.to_dict(), comparison)
 
 
-def _with_packed(
-    comparison: Comparison,
-    lengths: Any,
-    limits: dict[str, Any],
-    options: dict[str, Any],
-    required: bool,
-    remainder: Any,
-) -> Comparison:
-    """Returns the comparison with packed rows, for several values of T and for one.
-
-    A note says why they are missing if packing does not support the limits and is not
-    required.
-    """
-    plans = []
-    try:
-        for name, size in (
-            ("packed", options["num_buckets"]),
-            ("packed, one shape", 1),
-        ):
-            # One T may be the best choice anyway.
-            if not plans or len(plans[0].plan) > 1:
-                choice = {**options, "num_buckets": size, "pack": "always"}
-                packed: Any = pack_rows(lengths, limits, **choice)
-                epoch = report_packed(
-                    packed.plan, lengths, packed.packing, remainder=remainder
-                )
-                plans.append(ComparedPlan(name, packed.plan, epoch))
-    except ValueError as error:
-        if required:
-            raise
-        return comparison.extended((), f"Packed rows are not compared: {error}")
-    return comparison.extended(plans, _REQUIRES)
+def _packed_plans(
+    lengths: Any, limits: dict[str, Any], options: dict[str, Any], remainder: Any
+) -> Iterator[ComparedPlan]:
+    """Yields the plans of packed rows with several values of T, and with one."""
+    for changes in ({}, {"num_buckets": 1}):
+        packed = pack_rows(lengths, limits, pack="always", **options | changes)
+        schedule = BatchSchedule(
+            packed.plan, lengths, packing=packed.packing, remainder=remainder
+        )
+        name = "packed, one shape" if changes else "packed"
+        yield ComparedPlan(name, packed.plan, schedule.cost())
+        # One T may be the best choice anyway.
+        if len(packed.plan) == 1:
+            return

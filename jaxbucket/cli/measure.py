@@ -21,6 +21,7 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.output import atomic_write, check_outputs, new_figure, show
 from jaxbucket.data.length_files import UNITS, Unit, read_lengths
 from jaxbucket.data.measure import measure_lengths
+from jaxbucket.plan.formatting import number_table
 
 
 @click.command()
@@ -74,7 +75,7 @@ def measure(
             zip(names, _measured(source, columns, unit, num_workers), strict=True)
         )
         if output:
-            with atomic_write("output", output) as file:
+            with atomic_write(output) as file:
                 _save(file, lengths)
         if figure:
             _draw(figure, lengths, unit or "tokens")
@@ -136,16 +137,12 @@ def summarize(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def _table(summaries: dict[str, dict[str, Any]], unit: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(f"lengths in {unit}")
-    for name in summaries:
-        table.add_column(name, justify="right")
-    for row in next(iter(summaries.values())):
-        values = [summary[row] for summary in summaries.values()]
-        table.add_row(
-            row, *(f"{x:,.1f}" if row == "mean" else f"{x:,}" for x in values)
+    columns = list(summaries.values())
+    rows = (
+        (
+            row,
+            *(f"{x[row]:,.1f}" if row == "mean" else f"{x[row]:,}" for x in columns),
         )
-    return table
+        for row in columns[0]
+    )
+    return number_table([f"lengths in {unit}", *summaries], rows, "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import os
 import pathlib
@@ -18,6 +20,7 @@ from jaxbucket.base.policies import GROUPS, OVERLONG
 from jaxbucket.data.length_files import read_lengths
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.flow.remainder import Remainder
+from jaxbucket.plan.limits import Limits
 
 POSITIVE = click.IntRange(min=1)
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
@@ -41,12 +44,6 @@ unit_option = click.option(
     metavar="NAME",
     default="tokens",
     help="Unit of lengths in tables and plots, for example bytes.",
-)
-num_buckets_option = click.option(
-    "--num-buckets",
-    default="8",
-    help="Maximum number of shapes; plan also accepts auto, which balances compile "
-    "time against padding.",
 )
 block_sparse_option = click.option(
     "--block-sparse",
@@ -74,6 +71,7 @@ _LIMITS = [
         "--max-tokens",
         required=True,
         metavar="TOKENS",
+        callback=lambda context, option, text: _budget(text),
         help="Maximum B * T, including padding; or a function of T as module:function.",
     ),
     click.option(
@@ -145,24 +143,17 @@ _COSTS = [
 
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of shapes and costs, and passes them as `limits`, a dict.
+    """Adds the options of shapes and costs, and passes them as `limits`.
 
-    The dict has the arguments of `plan_buckets` with these names.
+    It is a dict of arguments of `Limits`.
     """
 
     @functools.wraps(command)
     def with_limits(**options: Any) -> Any:
-        names = ("width", "depth", "vocab_size", "per_second", "step_times", "cost_fn")
+        names = inspect.signature(_cost_fn).parameters
         cost_fn = _cost_fn(**{name: options.pop(name) for name in names})
-        limits = {
-            name: options.pop(name)
-            for name in (
-                *("max_tokens", "batch_size_multiple", "seq_len_multiple"),
-                *("max_seq_len", "min_batch_size", "max_batch_size", "accumulate"),
-                *("sample", "overlong"),
-            )
-        }
-        limits["max_tokens"] = _budget(limits["max_tokens"])
+        fields = [field.name for field in dataclasses.fields(Limits)]
+        limits = {name: options.pop(name) for name in fields if name in options}
         return command(limits={**limits, "cost_fn": cost_fn}, **options)
 
     for option in reversed([*_LIMITS, *_COSTS]):
@@ -190,24 +181,22 @@ def load_function(name: str) -> Callable[..., Any]:
     Raises:
       ValueError: if there is no such function, or its module cannot be imported.
     """
-    module, separator, path = name.partition(":")
-    if not (separator and module and path):
-        raise ValueError(f"`{name}` must be `module:function`, such as `mydata:train`.")
+    module, _, path = name.partition(":")
     # Added permanently, because later imports and workers may need the folder, too.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = functools.reduce(
-            getattr, path.split("."), importlib.import_module(module)
-        )
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        if not callable(found):
+            raise TypeError(f"this is {found!r}, not a function")
     except Exception as error:
         raise ValueError(
-            f"`{name}` cannot be loaded: {type(error).__name__}: {error}. Run this in "
-            "the folder of the module, or fix the module."
+            f"`{name}` cannot be loaded as `module:function`: {type(error).__name__}: "
+            f"{error}. Run this in the folder of the module, or fix the module."
         ) from error
-    if not callable(function):
-        raise ValueError(f"`{name}` is {function!r}. Pass the name of a function.")
-    return function
+    return found
 
 
 def _budget(text: str) -> Any:
@@ -218,8 +207,8 @@ def _budget(text: str) -> Any:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"`max_tokens={text}` is not an integer without commas. Pass one, or a "
-            "function as module:function."
+            f"`max_tokens={text}` is neither an integer without commas nor a "
+            "function, module:function. Pass one of them."
         ) from None
 
 
@@ -232,8 +221,8 @@ def _cost_fn(
     cost_fn: str | None,
 ) -> CostFn | None:
     by_model = width or depth or vocab_size
-    given = [bool(by_model), step_times is not None, cost_fn is not None]
-    if sum(given) > 1 or (per_second and any(given[1:])):
+    given = [by_model or per_second, step_times, cost_fn]
+    if sum(map(bool, given)) > 1:
         raise ValueError(
             "`width` (with `per_second`), `step_times` and `cost_fn` each define the "
             "cost of a step. Pass only one of them."

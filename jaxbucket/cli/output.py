@@ -77,12 +77,7 @@ def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> Non
     draw(plan, lengths, figure.subplots(), epoch=epoch)
 
 
-def check_outputs(
-    inputs: list[pathlib.Path],
-    *,
-    output: pathlib.Path | None = None,
-    plot: pathlib.Path | None = None,
-) -> None:
+def check_outputs(inputs: list[pathlib.Path], **outputs: pathlib.Path | None) -> None:
     """Raises a ValueError if an output cannot be written, or conflicts with a file.
 
     An output must not overwrite an input or another output. This is checked before a
@@ -90,52 +85,32 @@ def check_outputs(
 
     Args:
       inputs: files that the command reads.
-      output: the value of `--output`.
-      plot: the value of `--plot`.
+      outputs: the values of the options that name files to write.
     """
-    taken = {_resolved(path) for path in inputs}
-    for name, path in (("output", output), ("plot", plot)):
+    taken = {os.path.realpath(path) for path in inputs}
+    for name, path in outputs.items():
         if path is None:
             continue
-        if _resolved(path) in taken:
+        real = os.path.realpath(path)
+        written = real if os.path.exists(real) else os.path.dirname(real)
+        if real in taken or not os.access(written, os.W_OK):
             raise ValueError(
-                f"`{name}={path}` would overwrite a file that this command reads or "
-                "writes. Choose a different file."
+                f"`{name}={path}` cannot be written, or would overwrite a file that "
+                "this command reads or writes. Choose another file, in a folder that "
+                "exists."
             )
-        taken.add(_resolved(path))
-        folder = _resolved(path).parent
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise ValueError(
-                f"`{name}={path}` cannot be written. Create {folder}, or choose a "
-                "different file."
-            )
-
-
-def _resolved(path: pathlib.Path) -> pathlib.Path:
-    # `Path.resolve` raises a RuntimeError on a symlink loop.
-    return pathlib.Path(os.path.realpath(path))
+        taken.add(real)
 
 
 @contextlib.contextmanager
-def atomic_write(name: str, path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Yields a file to write, which replaces the one at `path` once it is complete.
-
-    Args:
-      name: the option, for the error message.
-      path: the file.
-
-    Raises:
-      ValueError: if the file cannot be written.
-    """
-    path = _resolved(path)
+def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Yields a file to write, which replaces the one at `path` once it is complete."""
+    path = pathlib.Path(os.path.realpath(path))
     # A pipe or a device cannot be replaced by a file.
     in_place = path.exists() and not path.is_file()
-    try:
-        with contextlib.nullcontext(path) if in_place else complete(path) as draft:
-            with draft.open("wb") as file:
-                yield file
-    except OSError as error:
-        raise ValueError(f"`{name}={path}` cannot be written: {error}") from None
+    with contextlib.nullcontext(path) if in_place else complete(path) as draft:
+        with draft.open("wb") as file:
+            yield file
 
 
 @contextlib.contextmanager
@@ -172,5 +147,5 @@ def new_figure(
             f"`plot={path}` has an unknown suffix. Use one of {sorted(kinds)}."
         )
     yield figure
-    with atomic_write("plot", path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format=kind, dpi=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pathlib
 from typing import Any
 
@@ -12,12 +13,12 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
     NEW,
+    POSITIVE,
     block_sparse_option,
     column_option,
     json_option,
     limit_options,
     load_function,
-    num_buckets_option,
     plot_option,
     read_columns,
     unit_option,
@@ -32,25 +33,25 @@ from jaxbucket.cli.output import (
 )
 from jaxbucket.packing.packed_plan import PACK_CHOICES, PackedPlan
 from jaxbucket.packing.planner import plan_packing
-from jaxbucket.plan.curve import PlanCurve, plan_curve
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES, plan_within
+from jaxbucket.plan.reports.curve import PlanCurve, plan_curve
 from jaxbucket.plan.reports.epoch import report
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """A plan, the lengths of its rows, and how it was chosen."""
-
-    plan: BucketPlan
-    rows: Any
-    curve: PlanCurve | None = None
-    packed: PackedPlan | None = None
+def _number(context: click.Context, option: click.Parameter, text: Any) -> Any:
+    """Returns the value of `--num-buckets`, an integer or "auto"."""
+    return text if text == "auto" else POSITIVE.convert(text, option, context)
 
 
 @click.command()
 @click.argument("lengths", type=EXISTING)
-@num_buckets_option
+@click.option(
+    "--num-buckets",
+    default="8",
+    callback=_number,
+    help="Maximum number of shapes, or auto to balance compile time against padding.",
+)
 @click.option(
     "--boundaries",
     default="optimal",
@@ -101,46 +102,47 @@ def plan(
     check_outputs([lengths], output=output, plot=plot)
     is_auto = options["num_buckets"] == "auto"
     with new_figure(plot, 8, 11 if is_auto else 7) as figure:
-        chosen = _choose(read_columns(lengths, columns), **options)
-        if chosen.packed:
-            epoch = chosen.packed.report
+        rows = read_columns(lengths, columns)
+        made, curve, packed = _planned(rows, **options)
+        if packed:
+            epoch = packed.report
+            rows = packed.packing.row_lengths if packed.packing else rows
         else:
-            accumulate = options["limits"]["accumulate"]
-            epoch = report(chosen.plan, chosen.rows, accumulate=accumulate)
+            epoch = report(made, rows, accumulate=options["limits"]["accumulate"])
         epoch = dataclasses.replace(epoch, unit=unit)
         if figure:
             below = figure
-            if chosen.curve:
+            if curve:
                 from jaxbucket.plan.reports.plots import plot_curve
 
                 above, below = figure.subfigures(2, 1, height_ratios=[4, 7])
-                plot_curve(chosen.curve, above)
-            draw_plan(below, chosen.plan, chosen.rows, epoch)
+                plot_curve(curve, above)
+            draw_plan(below, made, rows, epoch)
     if output:
-        with atomic_write("output", output) as file:
-            file.write(f"{chosen.plan.to_json()}\n".encode())
-    numbers, sentence = as_dict(chosen.plan, epoch), ""
+        with atomic_write(output) as file:
+            file.write(f"{made.to_json()}\n".encode())
+    numbers, sentence = as_dict(made, epoch), ""
     tables: list[Any] = [epoch]
-    if chosen.curve:
-        numbers["curve"] = chosen.curve.to_dict()
-        tables.insert(0, chosen.curve)
-    if chosen.packed:
-        sentence = chosen.packed.reason
-        numbers["packing"] = chosen.packed.to_dict() | {"reason": sentence}
+    if curve:
+        numbers["curve"] = curve.to_dict()
+        tables.insert(0, curve)
+    if packed:
+        sentence = packed.reason
+        numbers["packing"] = packed.to_dict() | {"reason": sentence}
     show(as_json, numbers, *tables, sentence=sentence)
 
 
-def _choose(
+def _planned(
     lengths: Any,
     *,
-    num_buckets: str,
+    num_buckets: Any,
     boundaries: str,
     pack: Any,
     block_sparse: bool,
     compile_seconds: Any,
     num_epochs: float,
     limits: dict[str, Any],
-) -> _Chosen:
+) -> tuple[BucketPlan, PlanCurve | None, PackedPlan | None]:
     """Returns the plan that the options ask for.
 
     Raises:
@@ -161,32 +163,18 @@ def _choose(
             compile_seconds=compile_seconds,
             num_epochs=num_epochs,
         )
-        return _Chosen(curve.chosen.plan, lengths, curve)
-    size = parse_size(num_buckets)
+        return curve.chosen.plan, curve, None
     if pack != "never":
-        packed = pack_rows(
-            lengths, limits, num_buckets=size, pack=pack, block_sparse=block_sparse
-        )
-        rows = packed.packing.row_lengths if packed.packing else lengths
-        return _Chosen(packed.plan, rows, packed=packed)
+        options: Any = {"num_buckets": num_buckets, "pack": pack}
+        packed = pack_rows(lengths, limits, block_sparse=block_sparse, **options)
+        return packed.plan, None, packed
     made = plan_within(
         lengths,
         Limits(**limits),
-        num_buckets=size,
+        num_buckets=num_buckets,
         boundaries=_boundaries(boundaries),
     )
-    return _Chosen(made, lengths)
-
-
-def parse_size(text: str) -> int:
-    """Returns the value of `--num-buckets`, unless it is auto.
-
-    Raises:
-      ValueError: if it is not a positive integer.
-    """
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"`num_buckets={text}` is not a positive integer. Pass one.")
-    return int(text)
+    return made, None, None
 
 
 def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPlan:
@@ -195,15 +183,14 @@ def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPla
     Raises:
       ValueError: if packing does not support one of the limits.
     """
-    defaults = {"min_batch_size": 1, "max_batch_size": None}
-    defaults |= {"accumulate": 1, "sample": False}
-    if used := [name for name, value in defaults.items() if limits[name] != value]:
+    known = inspect.signature(plan_packing).parameters
+    changed = {x: y for x, y in limits.items() if y != getattr(Limits, x, None)}
+    for name in changed.keys() - known.keys():
         raise ValueError(
-            f"`{used[0]}={limits[used[0]]}` cannot be combined with packed rows. "
-            "Remove it, or pass `--pack never`."
+            f"`{name}={limits[name]}` cannot be combined with packed rows. Remove it, "
+            "or pass `--pack never`."
         )
-    kept = {name: value for name, value in limits.items() if name not in defaults}
-    return plan_packing(lengths, **kept, **options)
+    return plan_packing(lengths, **changed, **options)
 
 
 def _boundaries(text: str) -> Any:

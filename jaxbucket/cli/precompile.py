@@ -73,8 +73,6 @@ def precompile(
     follow `--`. The exit status is 1 if a program does not compile, needs more than
     --memory-gb, or cannot be stored in --cache.
     """
-    if memory_gb is not None and math.isnan(memory_gb):
-        raise click.BadParameter("Pass a number, not nan.", param_hint="--memory-gb")
     shapes = read_plan(plan)
     from jaxbucket.cli.options import load_function
     from jaxbucket.compile.executables import make_writable

@@ -21,9 +21,9 @@ from jaxbucket.cli.options import (
     unit_option,
 )
 from jaxbucket.cli.output import as_dict, check_outputs, draw_plan, new_figure, show
-from jaxbucket.packing.rows import Packing, pack
-from jaxbucket.plan.reports.epoch import Report, changed_examples
+from jaxbucket.packing.rows import pack
 from jaxbucket.plan.reports.epoch import report as report_of
+from jaxbucket.schedule.batch_schedule import BatchSchedule
 
 
 @click.command()
@@ -59,7 +59,7 @@ def report(
         if plan.packed:
             seq_lens = [bucket.seq_len for bucket in plan.buckets]
             packing = pack(rows, seq_lens, overlong=plan.overlong)
-            epoch = report_packed(plan, rows, packing, **options)
+            epoch = BatchSchedule(plan, rows, packing=packing, **options).cost()
             rows = packing.row_lengths
         else:
             epoch = report_of(plan, rows, **options)
@@ -67,24 +67,6 @@ def report(
         if figure:
             draw_plan(figure, plan, rows, epoch)
     show(as_json, as_dict(plan, epoch), epoch)
-
-
-def report_packed(
-    plan: BucketPlan, lengths: Any, packing: Packing, **options: Any
-) -> Report:
-    """Returns the report of an epoch of packed rows.
-
-    Args:
-      plan: the shapes.
-      lengths: `[N]` integers, one per example; by name if there are several sequences.
-      packing: the rows.
-      options: the options of `report`.
-    """
-    epoch = report_of(plan.unpacked, packing.row_lengths, **options)
-    # The mean over epochs, if rows are dropped.
-    examples = round(epoch.examples / packing.num_rows * packing.num_examples)
-    changes = changed_examples(plan, lengths)
-    return dataclasses.replace(epoch, packed_examples=examples, **changes)
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:

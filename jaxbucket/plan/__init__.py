@@ -20,8 +20,8 @@ How a plan for two lengths comes about (`joint_planner.plan_sequences`):
 4. Every set of shapes found gets B by `flow.batch_sizes`, and the cheapest is taken.
 
 In both, `flow.remainder` says where examples go that do not fill a batch: it is also
-what `BatchSchedule` follows. `curve` compares numbers of buckets, and `reports`
-describe an epoch of a plan.
+what `BatchSchedule` follows. `reports` describe an epoch of a plan, and compare
+numbers of buckets.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names
@@ -31,12 +31,12 @@ with _lazy_names(globals()):
     from jaxbucket.plan.costs import StepTime as StepTime
     from jaxbucket.plan.costs import TokenCost as TokenCost
     from jaxbucket.plan.costs import TransformerCost as TransformerCost
-    from jaxbucket.plan.curve import PlanCurve as PlanCurve
-    from jaxbucket.plan.curve import plan_curve as plan_curve
     from jaxbucket.plan.limits import Limits as Limits
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
     from jaxbucket.plan.planner import plan_within as plan_within
     from jaxbucket.plan.reports.compare import compare_plans as compare_plans
     from jaxbucket.plan.reports.comparison import Comparison as Comparison
+    from jaxbucket.plan.reports.curve import PlanCurve as PlanCurve
+    from jaxbucket.plan.reports.curve import plan_curve as plan_curve
     from jaxbucket.plan.reports.epoch import Report as Report
     from jaxbucket.plan.reports.epoch import report as report

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.checks import check_countable
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.plan.chunks import last_chunks
 from jaxbucket.plan.flow.batch_sizes import Fit, fitted
 from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.histogram import value_counts
-from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.limits import Limits, nothing_left
 
 # Up to this length, all multiples are counted.
 _MAX_TABLE = 1 << 24
@@ -54,11 +53,9 @@ class Candidates:
             `max_tokens` is a sequence, whose budgets belong to given boundaries.
         """
         if isinstance(limits.max_tokens, tuple):
-            number = len(limits.max_tokens)
             raise ValueError(
-                f"`max_tokens` has {number} budgets, which requires {number} "
-                "`boundaries`. Pass them, or pass `max_tokens` as one integer, without "
-                "commas, or as a function of T."
+                f"`max_tokens={limits.max_tokens}` requires `boundaries`. Pass one for "
+                "each budget, or pass `max_tokens` as an integer or a function of T."
             )
         last, multiple = limits.longest(lengths), int(limits.multiples[0])
         limits.check_shapes(np.array([last]))
@@ -73,12 +70,6 @@ class Candidates:
         # A budget that grows with T may be too small for any short row.
         fit = np.flatnonzero(batch_sizes)
         ends, examples, batch_sizes = ends[fit], examples[fit], batch_sizes[fit]
-        check_countable(
-            int((batch_sizes * ends).max()) * limits.accumulate,
-            "The number of tokens per step, from `max_tokens` and "
-            f"`accumulate={limits.accumulate}`,",
-            "Lower one of the two.",
-        )
         sizes = limits.sizes(ends, batch_sizes, examples)
         return cls(ends, examples, tokens[fit], sizes, complete)
 
@@ -168,8 +159,5 @@ def _cumulative(
     examples[-1] += full
     tokens[-1] += full * last
     if examples[-1] == 0:
-        raise ValueError(
-            f"Every example is longer than `max_seq_len={last}`, and "
-            "`overlong='drop'` leaves all of them out. Raise `max_seq_len`."
-        )
+        raise ValueError(nothing_left(last))
     return ends, examples, tokens

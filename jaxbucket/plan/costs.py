@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_number, check_positive
+from jaxbucket.base.checks import check_float, check_integer
 from jaxbucket.base.sizes import Sizes, total
 
 # T of several sequences is a mapping from their names.
@@ -52,7 +51,8 @@ class TokenCost:
     tokens_per_second: float | None = None
 
     def __post_init__(self):
-        _check_speed(self, "tokens_per_second")
+        if self.tokens_per_second is not None:
+            check_float("tokens_per_second", self.tokens_per_second)
 
     @property
     def unit(self) -> str:
@@ -95,12 +95,11 @@ class TransformerCost:
     flops_per_second: float | None = None
 
     def __post_init__(self):
-        for name in ("width", "depth"):
-            object.__setattr__(self, name, check_positive(name, getattr(self, name)))
-        if self.vocab_size:
-            vocab_size = check_positive("vocab_size", self.vocab_size)
-            object.__setattr__(self, "vocab_size", vocab_size)
-        _check_speed(self, "flops_per_second")
+        for name, least in (("width", 1), ("depth", 1), ("vocab_size", 0)):
+            number = check_integer(name, getattr(self, name), least=least)
+            object.__setattr__(self, name, number)
+        if self.flops_per_second is not None:
+            check_float("flops_per_second", self.flops_per_second)
 
     @property
     def unit(self) -> str:
@@ -152,13 +151,9 @@ class StepTime:
     unit = SECONDS
 
     def __post_init__(self):
-        terms = (self.per_step, self.per_token, self.per_pair)
-        numbers = all(isinstance(x, Real) and 0 <= x < np.inf for x in terms)
-        if not (numbers and any(terms)):
-            raise ValueError(
-                f"`StepTime{terms}` is not a valid step time. Pass numbers that are "
-                "not negative, at least one of them positive."
-            )
+        names = ("per_step", "per_token", "per_pair")
+        if not any([check_float(name, getattr(self, name), least=0) for name in names]):
+            raise ValueError("`per_step` is 0, like the other terms. Pass a step time.")
 
     def __call__(self, batch_size: int, seq_len: int) -> float:
         _check_one_length(self, seq_len)
@@ -200,15 +195,15 @@ class StepTime:
         """
         if not seconds or not all(isinstance(bucket, Bucket) for bucket in seconds):
             raise ValueError(
-                f"`seconds={seconds!r}` is not a dict from `Bucket` to the measured "
-                "time of a step, with at least one shape."
+                f"`seconds={seconds!r}`: pass a dict from at least one `Bucket` to the "
+                "time of a step."
             )
         # Sort the shapes, because a floating-point sum depends on the order.
         seconds = {shape: seconds[shape] for shape in sorted(seconds)}
         shapes = np.array(
             [(b.batch_size, b.tokens_per_row) for b in seconds], np.float64
         )
-        times = np.array([check_number(f"seconds[{b}]", seconds[b]) for b in seconds])
+        times = np.array([check_float(f"seconds[{b}]", seconds[b]) for b in seconds])
         tokens = shapes.prod(axis=1)
         terms = np.stack([np.ones_like(tokens), tokens, tokens * shapes[:, 1]], axis=1)
         # Each row is divided by its time: `relative @ terms` is 1 for a perfect fit.
@@ -216,8 +211,7 @@ class StepTime:
             relative = terms / times[:, None]
         if not np.isfinite(relative).all():
             raise ValueError(
-                f"`seconds` contains a step time of {times.min()} s, which is too "
-                "small. Measure the step again."
+                f"`seconds` has a time of {times.min()} s, too short. Measure it again."
             )
         fitted = _non_negative(relative)
         error = abs(relative @ fitted - 1).max().item()
@@ -254,9 +248,3 @@ def _check_one_length(cost: TransformerCost | StepTime, seq_len: Any) -> None:
             f"`{type(cost).__name__}` requires examples with one length. Pass your own "
             "`cost_fn` of B and a mapping of T"
         )
-
-
-def _check_speed(cost: TokenCost | TransformerCost, name: str) -> None:
-    speed = getattr(cost, name)
-    if speed is not None:
-        object.__setattr__(cost, name, check_number(name, speed))

@@ -12,11 +12,12 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     MAX_LENGTH,
+    MAX_TOKENS,
     check_accumulate,
     check_cost,
     check_function,
+    check_longest,
     check_positive,
-    overlong_message,
 )
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.plan_checks import checked_overlong
@@ -26,6 +27,7 @@ from jaxbucket.base.sizes import (
     check_same_sequences,
     check_sequence_names,
     checked_size,
+    sizes_of,
 )
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, unit_of
 from jaxbucket.plan.flow.batch_sizes import fitted, fitted_between
@@ -109,8 +111,7 @@ class Limits:
         others = "the lengths have"
         policies = checked_overlong(self.overlong, self.sequences, others)
         self._set("overlong", policies)
-        self._check_batch_sizes()
-        self._check_max_seq_len()
+        self._check_values()
         if self.cost_fn is not None:
             check_function("cost_fn", self.cost_fn, "(batch_size, seq_len)")
 
@@ -134,33 +135,25 @@ class Limits:
             return value
         if name == "max_seq_len" and value is None:
             return None
-        if isinstance(value, Mapping):
-            check_same_sequences(name, value, self.sequences, "the lengths have")
         is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
         if name == "max_tokens" and is_sequence and not self.sequences:
             return tuple(check_positive(name, x) for x in value)
-        return checked_size(name, value)
+        return sizes_of(name, value, self.sequences, "the lengths have")
 
-    def _check_batch_sizes(self) -> None:
-        """Raises a ValueError if no B satisfies the limits."""
-        most, multiple = self.max_batch_size, self.batch_size_multiple
-        if most is not None and most < self.least_batch_size:
+    def _check_values(self) -> None:
+        """Raises a ValueError if no B or no T satisfies the limits."""
+        most, least = self.max_batch_size, self.least_batch_size
+        if most is not None and most < least:
             raise ValueError(
-                f"`max_batch_size={most}` is less than {self.least_batch_size}, the "
-                f"smallest B for `batch_size_multiple={multiple}` and `min_batch_size="
-                f"{self.min_batch_size}`. Raise it, or lower these."
+                f"`max_batch_size={most}` is less than {least}, the smallest B for "
+                "`batch_size_multiple` and `min_batch_size`. Raise it, or lower these."
             )
-
-    def _check_max_seq_len(self) -> None:
-        if self.max_seq_len is None:
-            return
-        pairs = self._each(self.max_seq_len), self.multiples
-        for last, multiple in np.stack(pairs, axis=1).tolist():
-            if last % multiple:
-                raise ValueError(
-                    f"`max_seq_len={last}` is not a multiple of `seq_len_multiple="
-                    f"{multiple}`. Use {-(-last // multiple) * multiple}."
-                )
+        last = self.max_seq_len
+        if last is not None and (self._each(last) % self.multiples).any():
+            raise ValueError(
+                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
+                f"{self.seq_len_multiple!r}`. Change one of the two."
+            )
 
     def of(self, lengths: Lengths) -> Limits:
         """Returns the limits with the names of the sequences of lengths.
@@ -230,8 +223,8 @@ class Limits:
           ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
         """
         last = int(self.max_seq_lens(lengths[:, None]).item())
-        if self.overlong == "error" and lengths.max() > last:
-            raise ValueError(overlong_message(lengths, last))
+        if self.overlong == "error":
+            check_longest(lengths, last)
         return last
 
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
@@ -249,15 +242,10 @@ class Limits:
         is_over = lengths > longest
         is_dropped = is_over[:, policies == "drop"].any(axis=1)
         if is_dropped.all():
-            raise ValueError(
-                f"Every example has a sequence longer than `max_seq_len="
-                f"{self.max_seq_len!r}`, and `overlong='drop'` leaves all of them out. "
-                "Raise `max_seq_len`."
-            )
+            raise ValueError(nothing_left(self.max_seq_len))
         for q in np.flatnonzero(policies == "error").tolist():
-            if (is_over[:, q] & ~is_dropped).any():
-                used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
-                raise ValueError(overlong_message(used, int(longest[q]), name))
+            used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
+            check_longest(used, int(longest[q]), name)
         return np.minimum(lengths[~is_dropped], longest.astype(lengths.dtype))
 
     def sizes(
@@ -292,6 +280,7 @@ class Limits:
             rows = (self._each(self.max_tokens) // seq_lens).min(axis=1)
         else:
             rows = self._budgets(seq_lens) // _totals(seq_lens)
+        rows = np.minimum(rows, (MAX_TOKENS - 1) // _totals(seq_lens))
         if self.max_batch_size is not None:
             rows = np.minimum(rows, self.max_batch_size)
         rows = rows // self.batch_size_multiple * self.batch_size_multiple
@@ -367,8 +356,8 @@ class Limits:
         budget: Any = self.max_tokens
         if isinstance(budget, tuple) and len(budget) != len(seq_lens):
             raise ValueError(
-                f"`max_tokens` has {len(budget)} budgets for {len(seq_lens)} "
-                "boundaries. Pass one for each boundary."
+                f"`max_tokens={budget}`: pass one integer, or one for each of "
+                f"{len(seq_lens)} boundaries."
             )
         batch_sizes = self.check_shapes(seq_lens)
         if counts is not None:
@@ -408,25 +397,26 @@ class Limits:
         batch_sizes = self.batch_sizes(seq_lens)
         if batch_sizes.all():
             return batch_sizes
-        bad = int(np.argmin(batch_sizes))
-        multiple, least = self.batch_size_multiple, self.least_batch_size
-        budget = self.max_tokens
+        bad, least = int(np.argmin(batch_sizes)), self.least_batch_size
+        budget, needed = self.max_tokens, least * int(_totals(seq_lens).max())
         if isinstance(budget, Mapping):
-            pairs = zip(self.sequences, seq_lens.max(axis=0).tolist(), strict=True)
-            needed = {name: max(budget[name], least * t) for name, t in pairs}
-            remedy = f"Pass `max_tokens={needed}`"
+            most = np.maximum(self._each(budget), least * seq_lens.max(axis=0))
+            needed = dict(zip(self.sequences, most.tolist(), strict=True))
         else:
             budget = int(self._budgets(seq_lens)[bad])
-            remedy = f"Raise `max_tokens` to {least * int(_totals(seq_lens).max())}"
-        lower = "`max_seq_len`"
-        if least > 1:
-            name = "min_batch_size" if least > multiple else "batch_size_multiple"
-            lower = f"`{name}={getattr(self, name)}` or {lower}"
         raise ValueError(
-            f"`max_tokens={budget!r}` does not hold {least} "
-            f"{'row' if least == 1 else 'rows'} of `seq_len="
-            f"{self._named(seq_lens)[bad]!r}`. {remedy}, or lower {lower}."
+            f"`max_tokens={budget!r}` does not hold {least} rows of `seq_len="
+            f"{self._named(seq_lens)[bad]!r}`. Raise `max_tokens` to {needed}, or "
+            "lower `max_seq_len`, `batch_size_multiple` or `min_batch_size`."
         )
+
+
+def nothing_left(max_seq_len: Any) -> str:
+    """Returns the error message if every example is dropped."""
+    return (
+        f"`max_seq_len={max_seq_len!r}` is shorter than every example, and "
+        "`overlong='drop'` leaves all of them out. Raise it."
+    )
 
 
 def _totals(seq_lens: np.ndarray) -> np.ndarray:

@@ -82,16 +82,6 @@ class Problem:
             *(self.rates[index], self.scale),
         )
 
-    def relaxed(self, index: np.ndarray) -> Problem:
-        """Returns a problem with some of the candidates, whose bounds hold for all.
-
-        Each selected candidate gets the lowest rate among the candidates since the
-        previous selected one. So rounding every end of a choice up to the next selected
-        candidate does not increase the cost.
-        """
-        first = np.append(0, index[:-1] + 1)
-        return dataclasses.replace(self.take(index), rates=self.rates[first])
-
     def rows_left(self, taken: np.ndarray) -> np.ndarray:
         """Returns the fewest rows of all examples but the n shortest, `[S]`."""
         return _rounded(self.below[-1] - taken, self.sizes.multiple)

@@ -8,7 +8,6 @@ the search is restricted to lengths near them.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,7 +18,6 @@ from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.dense import evenly_dense, near
 from jaxbucket.plan.flow.batch_sizes import Fit
 from jaxbucket.plan.lower_bound import (
-    INFINITE,
     Problem,
     lower_bounds,
     traced_ends,
@@ -32,9 +30,6 @@ _SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
 # After this many, no wider search starts if the last one found no choice that costs
 # less than this share of the previous one.
 _UNPROVEN_PAIRS, _HARDLY_LESS = 2_000_000, 1 - 2e-5
-# The same limits for all numbers of buckets together. After the soft limit, only narrow
-# searches run, and after the hard limit, none.
-_SOFT_TOTAL_PAIRS, _MAX_TOTAL_PAIRS = 660_000_000, 900_000_000
 # If the bounds need more pairs, only some candidates are used. About half a second.
 _MAX_BOUND_PAIRS = 80_000_000
 # Candidates per bucket: below `_WIDE`, dense boundaries are not optimized together, and
@@ -66,24 +61,24 @@ def optimal(candidates: Candidates, num_buckets: int) -> np.ndarray:
     Returns:
       `[K]` integers, increasing indices of candidates that end with the last.
     """
-    return Optimum(candidates, num_buckets).choice(num_buckets)
+    return Optimum(candidates, num_buckets).choice()
 
 
 class Optimum:
-    """Finds the best choice of boundaries for each number of buckets.
+    """Finds the best choice of boundaries.
 
     Args:
       candidates: the lengths at which buckets may end.
       max_buckets: the largest number of buckets.
 
     Attributes:
-      exact: whether the last result of `choice` is proven to be optimal.
+      exact: whether the result of `choice` is proven to be optimal.
     """
 
     def __init__(self, candidates: Candidates, max_buckets: int):
         self.exact = False
         self._candidates = candidates
-        self._pairs = 0
+        self._num_buckets = max_buckets
         known_cost = _known_cost(candidates, max_buckets)
         # `[G]`: the index of each of the problem's candidates in `candidates`.
         self._indices = _useful_candidates(candidates, known_cost)
@@ -100,57 +95,38 @@ class Optimum:
         self._dense_choice: np.ndarray | None = None
         if max_buckets * _pairs(len(useful)) > _MAX_BOUND_PAIRS:
             dense = self._dense(max_buckets)
-            grid, max_buckets = self._grid(dense)
+            # Only candidates near a good choice, and as many buckets as is feasible.
+            size = _feasible_size(len(self._full_problem), len(dense))
+            grid = near(dense, size, len(self._full_problem))
+            max_buckets = min(len(dense), size // _NARROW)
             self._dense_choice = np.searchsorted(grid, dense)
             self._indices = self._indices[grid]
             self._problem = self._full_problem.take(grid)
         self._bounds, self._ends = lower_bounds(self._problem, max_buckets)
 
-    def _grid(self, dense: np.ndarray) -> tuple[np.ndarray, int]:
-        """Returns candidates near a good choice, and a feasible number of buckets."""
-        size = _feasible_size(len(self._full_problem), len(dense))
-        grid = near(dense, size, len(self._full_problem))
-        return grid, min(len(dense), size // _NARROW)
-
-    def choice(self, num_buckets: int, known: np.ndarray | None = None) -> np.ndarray:
-        """Returns the best boundaries of at most `num_buckets` buckets.
-
-        Args:
-          num_buckets: the number of buckets, at most `max_buckets`.
-          known: the choice for one bucket fewer, if it has been computed.
-
-        Returns:
-          `[K]` integers, increasing indices of candidates.
-        """
-        size = min(num_buckets, len(self._ends))
-        # A choice that came from a heuristic rule may contain other candidates.
-        if known is not None:
-            is_usable = np.isin(known, self._indices).all()
-            known = np.searchsorted(self._indices, known) if is_usable else None
-        best = self._best_by_full_batches(size, known)
-        dense = self._dense_choice
-        if dense is not None and len(dense) <= num_buckets:
-            best = min(best, dense, key=self._problem.epoch_cost)
+    def choice(self) -> np.ndarray:
+        """Returns the best boundaries: `[K]` increasing indices of candidates."""
+        size = len(self._ends)
+        best = self._best_by_full_batches(size)
+        if self._dense_choice is not None:
+            best = min(best, self._dense_choice, key=self._problem.epoch_cost)
         # Few examples may fill fewer buckets, and then a search for these is faster.
-        fewer = len(best) if known is None else size
-        for number in sorted({fewer, size}):
+        for number in sorted({len(best), size}):
             best = self._search(best, number)
         best = self._indices[best]
         fit = self._candidates.fit(best)
         if not self.exact:
-            best, fit = self._cheapest_rule(num_buckets, best, fit)
+            best, fit = self._cheapest_rule(best, fit)
         # A bucket may promote all its rows.
         is_used = fit.steps > 0
         is_used[-1] = True
         return best[is_used]
 
-    def _cheapest_rule(
-        self, num_buckets: int, best: np.ndarray, fit: Fit
-    ) -> tuple[np.ndarray, Fit]:
+    def _cheapest_rule(self, best: np.ndarray, fit: Fit) -> tuple[np.ndarray, Fit]:
         """Returns a choice and its steps, or those of a cheaper heuristic rule."""
         candidates, rates = self._candidates, self._candidates.sizes.rates()
         for rule in RULES.values():
-            chosen = rule(candidates, num_buckets)
+            chosen = rule(candidates, self._num_buckets)
             # Mostly, even full batches cost more.
             if candidates.counts(chosen) @ rates[chosen] < fit.cost:
                 other = candidates.fit(chosen)
@@ -166,7 +142,7 @@ class Optimum:
         width, cost = _FIRST_WIDTH, problem.epoch_cost(best)
         is_whole = self._candidates.complete and problem is self._full_problem
         self.exact = False
-        while self._pairs < _MAX_TOTAL_PAIRS:
+        while True:
             search = Search(
                 problem,
                 self._bounds[: num_buckets + 1],
@@ -175,40 +151,28 @@ class Optimum:
             )
             best = search.improve(best, cost)
             pairs += search.pairs
-            self._pairs += search.pairs
             self.exact = is_whole and not search.incomplete
             is_enough = pairs + 2 * search.pairs > _SOFT_PAIRS
             is_repeated = width > _FIRST_WIDTH and pairs > _UNPROVEN_PAIRS
             is_enough |= is_repeated and search.cost > _HARDLY_LESS * cost
             cost = search.cost
-            if not search.incomplete or is_enough or self._pairs > _SOFT_TOTAL_PAIRS:
-                break
+            if not search.incomplete or is_enough:
+                return best
             width *= _WIDTH_FACTOR
-        return best
 
-    def _best_by_full_batches(
-        self, num_buckets: int, known: np.ndarray | None
-    ) -> np.ndarray:
+    def _best_by_full_batches(self, num_buckets: int) -> np.ndarray:
         """Returns the choice with the cheapest epoch among the best for full batches.
 
-        Without a known choice, this compares the choices of 1, 2, ... buckets, and
-        skips some numbers if the comparison takes too long. Otherwise it compares the
-        known choice with that of `num_buckets` buckets.
+        This compares the choices of 1, 2, ... buckets, and skips some numbers if the
+        comparison takes too long.
         """
-        problem, compared = self._problem, 0
-        least, best = INFINITE, known
-        if known is not None:
-            least = problem.padded_cost(known)
-        for k in _spread(num_buckets) if known is None else [num_buckets]:
-            chosen = traced_ends(self._ends[:k])
-            cost = problem.padded_cost(chosen)
-            if best is None or (cost, len(chosen)) < (least, len(best)):
-                least, best = cost, chosen
+        choices, compared = [], 0
+        for k in _spread(num_buckets):
+            choices.append(traced_ends(self._ends[:k]))
             compared += k
             if compared > _MAX_COMPARED:
                 break
-        assert best is not None
-        return best
+        return min(choices, key=lambda x: (self._problem.padded_cost(x), len(x)))
 
     def _dense(self, num_buckets: int) -> np.ndarray:
         """Returns a good choice of very many buckets, or of fewer if it is cheaper."""
@@ -223,31 +187,19 @@ class Optimum:
         grid = evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
 
-    def full_batch_cost(self, num_buckets: int) -> float:
+    def full_batch_cost(self) -> float:
         """Returns the least cost of an epoch if every batch were full.
 
-        This is a lower bound of the cost of every choice of at most `num_buckets`
-        buckets, in the unit of the candidates' costs. It is at least the cost of one
-        batch.
-
-        Args:
-          num_buckets: the number of buckets.
+        This is a lower bound of the cost of every choice, in the unit of the
+        candidates' costs. It is at least the cost of one batch.
         """
-        bounds = self._full_batches
-        bound = bounds[min(num_buckets, len(bounds) - 1)]
         problem = self._full_problem
+        if self._problem is problem:
+            bound = int(self._bounds[-1][0])
+        else:
+            # With as many buckets as candidates, each row would cost the least.
+            bound = int(np.diff(problem.below) @ problem.rates)
         return max(bound, int(problem.sizes.costs.min())) / problem.scale
-
-    @functools.cached_property
-    def _full_batches(self) -> list[int]:
-        """Lower bounds of the cost of full batches in at most 0, 1, 2, ... buckets."""
-        if self._problem is self._full_problem:
-            return [int(bound[0]) for bound in self._bounds]
-        grid = evenly_dense(self._full_problem, len(self._problem))
-        bounds, _ = lower_bounds(self._full_problem.relaxed(grid), len(self._ends))
-        # For more buckets, the bound is the least cost of each row, added up.
-        least = int(np.diff(self._full_problem.below) @ self._full_problem.rates)
-        return [*(int(bound[0]) for bound in bounds), least]
 
 
 def _useful_candidates(candidates: Candidates, known_cost: float) -> np.ndarray:

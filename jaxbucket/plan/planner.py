@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.checks import check_choice, check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import Overlong
 from jaxbucket.base.progress import bar_if_slow
@@ -168,16 +168,18 @@ def plan_within(
             return plan_sequences_at(given, lengths, limits)
         if boundaries != "optimal":
             raise ValueError(
-                f"`boundaries={boundaries!r}` requires examples with one length. For "
-                "several sequences, choose 'optimal', or pass a list of mappings from "
-                "sequence name to T."
+                f"`boundaries={boundaries!r}` requires examples with one length. Use "
+                "'optimal', or a list of mappings from sequence name to T."
             )
         return plan_sequences(lengths, limits, num_buckets)
     array = check_lengths(lengths)
     if given is not None:
         return _plan_at(given, array, limits)
-    chooser: Any = boundaries
-    return _plan_by(_chooser(chooser), array, limits, num_buckets)
+    rule: Any = boundaries
+    if not callable(boundaries):
+        check_choice("boundaries", boundaries, sorted(RULES))
+        rule = RULES[rule]
+    return _plan_by(rule, array, limits, num_buckets)
 
 
 def _plan_by(
@@ -186,8 +188,14 @@ def _plan_by(
     """Returns the plan with the boundaries that a function chooses."""
     candidates = Candidates.of(lengths, limits)
     num_buckets = min(num_buckets, len(candidates))
-    chosen = np.asarray(chooser(candidates, num_buckets))
-    _check_chosen(chosen, len(candidates), num_buckets)
+    chosen, last = np.asarray(chooser(candidates, num_buckets)), len(candidates) - 1
+    is_valid = 0 < chosen.size <= num_buckets and chosen.dtype.kind in "iu"
+    is_valid = is_valid and chosen.ndim == 1 and chosen[0] >= 0 and chosen[-1] == last
+    if not is_valid or np.any(np.diff(chosen) < 1):
+        raise ValueError(
+            f"`boundaries` returned {chosen.tolist()}. Return at most {num_buckets} "
+            f"increasing indices of candidates, up to the last one, {last}."
+        )
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
@@ -195,8 +203,8 @@ def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> Buck
     """Returns the plan with the boundaries that the user gave."""
     array, multiple = np.asarray(boundaries), int(limits.multiples[0])
     is_valid = array.ndim == 1 and array.size and array.dtype.kind in "iu"
-    steps = np.diff(array.astype(np.int64), prepend=0) if is_valid else array
-    if not is_valid or np.any(steps < 1) or np.any(steps % multiple):
+    steps = np.diff(array, prepend=0) if is_valid else np.zeros(1)
+    if (steps < 1).any() or (steps % multiple).any():
         raise ValueError(
             f"`boundaries={boundaries}`: pass increasing multiples of "
             f"`seq_len_multiple={multiple}`."
@@ -205,27 +213,3 @@ def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> Buck
     if limits.overlong == "error":
         plan.check(lengths)
     return limits.plan(boundaries, example_counts(plan, lengths))
-
-
-def _chooser(boundaries: str | Chooser) -> Chooser:
-    if callable(boundaries):
-        return boundaries
-    if boundaries not in RULES:
-        raise ValueError(
-            f"`boundaries={boundaries!r}`: choose one of {sorted(RULES)}, or pass "
-            "increasing lengths or a function."
-        )
-    return RULES[boundaries]
-
-
-def _check_chosen(chosen: np.ndarray, num_candidates: int, num_buckets: int) -> None:
-    """Raises a ValueError if a chooser returned other than indices of candidates."""
-    is_valid = chosen.ndim == 1 and 0 < chosen.size <= num_buckets
-    is_valid = is_valid and np.issubdtype(chosen.dtype, np.integer)
-    last = num_candidates - 1
-    if not is_valid or np.any(np.diff(chosen, prepend=-1) < 1) or chosen[-1] != last:
-        raise ValueError(
-            f"The `boundaries` function returned {chosen.tolist()}. Return at most "
-            f"{num_buckets} increasing indices of candidates that end with {last}, the "
-            "last one."
-        )

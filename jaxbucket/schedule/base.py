@@ -205,6 +205,4 @@ def check_step(step: int) -> int:
 
 def check_epoch(epoch: int) -> int:
     """Returns an epoch as an int, or raises a ValueError if it is negative."""
-    if check_integer("epoch", epoch) < 0:
-        raise ValueError(f"`epoch={epoch}` must not be negative.")
-    return int(epoch)
+    return check_integer("epoch", epoch, least=0)

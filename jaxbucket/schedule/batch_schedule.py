@@ -203,7 +203,7 @@ class BatchSchedule(Schedule):
         batches_together = self.accumulate if self.group == "same" else 1
         self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
-            plan if packing is None else plan.of_rows,
+            plan if packing is None else plan.unpacked,
             self._row_lengths,
             remainder=self.remainder,
             within=self._order.within,

@@ -73,7 +73,7 @@ class EpochRows:
         subset: np.ndarray | None = None,
     ):
         self.plan = plan
-        self.sizes = plan.rows_per_step(group)
+        self.sizes = plan.batch_sizes * group
         self._group, self._packed = group, packed
         self._lengths = lengths if subset is None else lengths[subset]
         self._remainder: Remainder = remainder

@@ -23,7 +23,6 @@ from jaxbucket.base.checks import (
     check_choice,
     check_float,
     check_function,
-    check_share,
 )
 
 Pacing: TypeAlias = Callable[[float], float]
@@ -59,7 +58,7 @@ class LinearPacing:
     unit: Unit = dataclasses.field(default="epochs", kw_only=True)
 
     def __post_init__(self):
-        check_share("start", self.start)
+        check_float("start", self.start, least=0, most=1)
         check_float("duration", self.duration)
         check_choice("unit", self.unit, UNITS)
 
@@ -131,7 +130,7 @@ class StepPacing:
         object.__setattr__(self, "shares", tuple(self.shares))
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
         for share in self.shares:
-            check_share("shares", share)
+            check_float("shares", share, least=0, most=1)
         ends = itertools.pairwise((0, *self.boundaries, math.inf))
         ascending = all(a < b for a, b in ends)
         if not ascending or len(self.shares) != len(self.boundaries) + 1:

@@ -265,4 +265,4 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
             f"`plan` with {plan.buckets[-1]} as its longest bucket does not hold. Plan "
             "for `packing.row_lengths` with `boundaries=packing.seq_lens`."
         )
-    return plan.of_rows.check(lengths)
+    return plan.unpacked.check(lengths)

@@ -137,9 +137,7 @@ class MeshLoader:
         )
         # This checks the numbers. Nothing is read before the first batch is requested.
         self._load(self.dataset)
-        if check_integer("prefetch", prefetch) < 0:
-            raise ValueError(f"`prefetch={prefetch}` must not be negative.")
-        self._prefetch = prefetch
+        self._prefetch = check_integer("prefetch", prefetch, least=0)
 
     def __len__(self) -> int:
         """The number of steps from `start_step` to the end of the run."""

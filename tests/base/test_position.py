@@ -67,13 +67,8 @@ CHANGES = {
 def test_the_error_names_the_change(case):
     options, message = CHANGES[case]
     position = dataset().position(7)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=f"at step 7, .*{message}"):
         dataset(**options).resume(position)
-    text = str(refusal.value)
-    assert text.startswith("Cannot resume at step 7, because the plan, the data or the")
-    assert message in text
-    assert "has changed (saved -> now): " in text
-    assert text.endswith("with `JoinedSchedule({0: old, 7: new})`.")
 
 
 def test_the_error_names_every_change_with_the_buckets_last():
@@ -120,28 +115,20 @@ def test_a_position_reads_only_a_few_examples():
     assert 2 <= source.reads <= 16
 
 
-PADDINGS = {
-    "default": {},
-    "named": {"sequences": "x"},
-    "pad": {"pad_value": -100},
-    "nan": {"pad_value": {"x": math.nan}},
-}
-
-
-@pytest.mark.parametrize("new", PADDINGS)
-@pytest.mark.parametrize("old", PADDINGS)
-def test_a_run_resumes_only_with_the_same_padding(old, new):
+def test_a_run_resumes_only_with_the_same_padding():
     source = [{"x": [float(x) for x in example["x"]]} for example in SOURCE]
     schedule = BatchSchedule(plan_buckets(LENGTHS, max_tokens=12), LENGTHS)
-    position = batch_dataset(source, schedule, **PADDINGS[old]).position(1)
-    position = DataPosition.from_dict(json.loads(json.dumps(position.to_dict())))
-    dataset = batch_dataset(source, schedule, **PADDINGS[new])
-    if old == new:
-        dataset.resume(position)
-    else:
-        message = "schedule (sequences|pad value) .* -> "
-        with pytest.raises(ValueError, match=message):
-            dataset.resume(position)
+    options = ({}, {"sequences": "x"}, {"pad_value": -100}, {"pad_value": math.nan})
+    for old in options:
+        position = batch_dataset(source, schedule, **old).position(1)
+        position = DataPosition.from_dict(json.loads(json.dumps(position.to_dict())))
+        for new in options:
+            batches = batch_dataset(source, schedule, **new)
+            if str(old) == str(new):
+                batches.resume(position)
+            else:
+                with pytest.raises(ValueError, match="sequences .* -> |pad value"):
+                    batches.resume(position)
 
 
 FIELDS = dataset().position(3).to_dict()
@@ -160,8 +147,7 @@ FIELDS = dataset().position(3).to_dict()
     ],
 )
 def test_an_invalid_position_is_refused(fields):
-    message = "not a valid `DataPosition`. Pass the result of `position.to_dict()`"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match="`DataPosition`"):
         DataPosition.from_dict(fields)
 
 

@@ -208,7 +208,7 @@ def test_the_command_fails_if_a_bucket_fails(plan):
     ("options", "message"),
     [
         (("--recipe", "test_recipes:other"), "no attribute 'other'"),
-        (("--recipe", "recipe"), "must be `module:function`"),
+        (("--recipe", "recipe"), "as `module:function`"),
         (("--recipe", "test_recipes:nothing"), "return (step_fn, state, specs)"),
         (("--recipe", "test_recipes:recipe", "--memory-gb", 0), "--memory-gb"),
         (("--recipe", "test_recipes:recipe", "--workers", 0), "--workers"),

@@ -3,8 +3,6 @@
 import dataclasses
 import pickle
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,31 +56,6 @@ def test_transformer_cost_counts_all_matrix_products(shape, model):
     timed = TransformerCost(width, depth, vocab_size, flops_per_second=1e6)
     assert timed(*shape) == pytest.approx(3e-6 * forward)
     assert timed.unit == "s"
-
-
-def test_transformer_cost_is_close_to_the_count_of_the_compiler():
-    batch_size, seq_len, width, depth, vocab_size = 2, 96, 64, 2, 128
-
-    def loss(weights, x):
-        for qkv, out, up, down in weights["layers"]:
-            q, k, v = jnp.split(x @ qkv, 3, axis=-1)
-            x = x + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ out
-            x = x + jax.nn.relu(x @ up) @ down
-        return (x @ weights["head"]).sum()
-
-    def weight(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    sizes = ((3 * width,), (width,), (4 * width,))
-    layer = [weight(width, *size) for size in sizes] + [weight(4 * width, width)]
-    weights = {"layers": [layer] * depth, "head": weight(width, vocab_size)}
-    x = weight(batch_size, seq_len, width)
-    step = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(weights, x).compile()
-    analysis = step.cost_analysis()
-    assert analysis is not None
-    cost = TransformerCost(width, depth, vocab_size)(batch_size, seq_len)
-    # The compiler also counts elementwise operations, and saves some in the final sum.
-    assert analysis["flops"] == pytest.approx(cost, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +137,10 @@ def test_costs_have_a_unit():
         ("depth", lambda: TransformerCost(8, 1.5)),  # type: ignore
         ("vocab_size", lambda: TransformerCost(8, 1, -2)),
         ("flops_per_second", lambda: TransformerCost(8, 1, flops_per_second=-1.0)),
-        ("StepTime", lambda: StepTime(-1, 1, 1)),
-        ("StepTime", lambda: StepTime(0, 0, 0)),
+        ("per_step", lambda: StepTime(-1, 1, 1)),
+        ("per_step", lambda: StepTime(0, 0, 0)),
         ("seconds", lambda: StepTime.fit({})),
-        ("seconds", lambda: StepTime.fit({Bucket(2**31, 2**30): 1e-300})),
+        ("seconds", lambda: StepTime.fit({Bucket(2**20, 2**19): 1e-300})),
         ("seconds", lambda: StepTime.fit({Bucket(1, 8): 0})),
         ("seconds", lambda: StepTime.fit({(1, 8): 0.3})),  # type: ignore
     ],

@@ -41,18 +41,6 @@ def test_every_bucket_respects_the_budget(boundaries, multiples):
         assert plan.max_seq_len - multiples[1] < lengths.max() <= plan.max_seq_len
 
 
-def test_plans_for_real_lengths_respect_the_budget(real_lengths):
-    max_tokens = 8 * (int(real_lengths.max()) + 127)
-    plan = plan_buckets(
-        real_lengths,
-        max_tokens=max_tokens,
-        batch_size_multiple=8,
-        seq_len_multiple=128,
-    )
-    check_plan(plan, real_lengths, max_tokens, (8, 128))
-    assert len(plan) <= 8
-
-
 SMALL_SETS = {
     "3 documents": ([5, 3, 9], 65_536, 8, [(8, 9)]),
     "20 documents": (uniform(20, 450) + 49, 65_536, 8, [(24, 499)]),
@@ -93,11 +81,6 @@ def test_a_plan_of_a_sample_has_the_largest_batches():
     assert (several.batch_sizes == 8192 // several.tokens_per_row).all()
     plan = plan_buckets(lengths["a"], max_tokens=8192, num_buckets=3, sample=True)
     assert (plan.batch_sizes == 8192 // plan.boundaries).all()
-
-
-def test_equal_lengths_need_one_bucket():
-    plan = plan_buckets([100] * 50, max_tokens=1000, num_buckets=8)
-    assert plan.buckets == (Bucket(10, 100),)
 
 
 def test_a_plan_does_not_depend_on_the_order_or_dtype_of_lengths():
@@ -165,7 +148,7 @@ def test_a_function_may_choose_the_boundaries():
 
 
 def test_given_boundaries_must_hold_every_example():
-    with pytest.raises(ValueError, match="beyond the last bucket, `seq_len=64`"):
+    with pytest.raises(ValueError, match="`lengths"):
         plan_buckets(uniform(), max_tokens=4096, boundaries=[64])
 
 
@@ -174,7 +157,7 @@ def test_given_boundaries_must_hold_every_example():
 
 def test_the_remedy_for_a_small_budget_is_sufficient():
     options = {"batch_size_multiple": 8, "seq_len_multiple": 64}
-    with pytest.raises(ValueError, match=r"`max_tokens=1024`.*`max_tokens` to 4096"):
+    with pytest.raises(ValueError, match="`max_tokens=1024`.*to 4096"):
         plan_buckets([500], max_tokens=1024, **options)
     plan = plan_buckets([500], max_tokens=4096, **options)
     assert plan.buckets == (Bucket(8, 512),)
@@ -219,8 +202,3 @@ def test_options_may_be_numpy_integers():
         max_seq_len=np.uint16(512),
     )
     assert narrow.buckets == (Bucket(4, 512),)
-
-
-def test_boundaries_may_be_an_iterator():
-    plan = plan_buckets([5], max_tokens=16, boundaries=(t for t in (8, 16)))
-    assert plan.buckets == (Bucket(1, 8), Bucket(1, 16))

@@ -169,11 +169,9 @@ def test_too_long_sequences_follow_the_policy_of_their_side(seed, policy):
 
 def test_an_example_that_no_bucket_holds_is_refused():
     plan = jb.BucketPlan.from_shapes([(1, {"a": 8, "b": 2}), (1, {"a": 2, "b": 8})])
-    with pytest.raises(ValueError, match=r"Example 1 has the lengths \{'a': 3, 'b': 3"):
+    with pytest.raises(ValueError, match="`lengths` of example 1"):
         plan.assign({"a": [8, 3], "b": [1, 3]})
-    with pytest.raises(
-        ValueError, match=r"lengths\['b'\]\[0\]=9` is beyond all buckets"
-    ):
+    with pytest.raises(ValueError, match=r"`lengths\['b'\]\[0\]=9`"):
         plan.assign({"a": [1], "b": [9]})
 
 
@@ -188,7 +186,7 @@ TWO = {"a": 2, "b": 3}
         ("seq_len", [(1, TWO)] * 2, {}),
         ("seq_len", [(1, {"a": 2, "b": 0})], {}),
         ("sequences", [(1, {"a": 2})], {}),
-        ("batch_size", [(2, TWO)], {"max_tokens": 9}),
+        ("max_tokens", [(2, TWO)], {"max_tokens": 9}),
         ("max_tokens", [(2, TWO)], {"max_tokens": {"a": 9, "b": 5}}),
         ("seq_len_multiple", [(2, TWO)], {"seq_len_multiple": {"a": 1, "b": 2}}),
         ("overlong", [(1, TWO)], {"overlong": "split"}),

@@ -233,7 +233,7 @@ def test_overlong_examples_do_not_stretch_the_shapes():
 
 
 def test_invalid_lengths_and_limits_are_refused():
-    with pytest.raises(ValueError, match="`lengths` is empty"):
+    with pytest.raises(ValueError, match="`lengths`"):
         jb.train.calibration_shapes(jb.Limits(max_tokens=8), [])
     with pytest.raises(ValueError, match="`max_tokens=8`"):
         jb.train.calibration_shapes(jb.Limits(max_tokens=8), [9])

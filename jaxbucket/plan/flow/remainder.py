@@ -70,7 +70,7 @@ def epoch_flow(
     Raises:
       ValueError: if the policy is unknown.
     """
-    sizes = plan.rows_per_step(together)
+    sizes = plan.batch_sizes * together
     return row_flow(plan, counts, sizes, plan.costs, remainder)
 
 

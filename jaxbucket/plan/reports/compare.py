@@ -70,9 +70,8 @@ def compare_plans(
     """
     if remainder == "drop":
         raise ValueError(
-            "`remainder='drop'` leaves out different examples in every plan, so "
-            "their epochs cannot be compared. Choose a different value, or call "
-            "`report` for each plan."
+            "`remainder='drop'` leaves out other examples in every plan. Choose a "
+            "different value, or call `report` for each plan."
         )
     num_buckets = check_positive("num_buckets", num_buckets)
     limits = limits.of(lengths)
@@ -81,19 +80,14 @@ def compare_plans(
         exact = False
     else:
         plans, least_cost, exact = _rules(check_lengths(lengths), limits, num_buckets)
-    for name, plan in (others or {}).items():
-        if name in plans:
-            raise ValueError(
-                f"`others` has a plan {name!r}, which is the name of a rule. Rename it."
-            )
-        plans[name] = _costed(plan, limits)
+    mine = [(name, _costed(plan, limits)) for name, plan in (others or {}).items()]
     options: Any = {"remainder": remainder, "accumulate": limits.accumulate}
-    compared = tuple(
+    compared = [
         ComparedPlan(name, plan, report(plan, lengths, **options))
-        for name, plan in plans.items()
-    )
+        for name, plan in [*plans.items(), *mine]
+    ]
     exact = exact and remainder == "cheapest"
-    return Comparison(compared, least_cost, num_buckets, exact)
+    return Comparison((), least_cost, num_buckets, exact).extended(compared)
 
 
 def _rules(
@@ -103,7 +97,7 @@ def _rules(
     candidates = Candidates.of(lengths, limits)
     num_buckets = min(num_buckets, len(candidates))
     optimum = Optimum(candidates, num_buckets)
-    chosen = {OPTIMAL: optimum.choice(num_buckets)}
+    chosen = {OPTIMAL: optimum.choice()}
     by_tokens = Candidates.of(lengths, dataclasses.replace(limits, cost_fn=None))
     if not _are_proportional(candidates.costs, by_tokens.costs):
         chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
@@ -117,7 +111,7 @@ def _rules(
     }
     # Without `min`, rounding errors could raise the bound above the best plan.
     cost = candidates.epoch_cost(chosen[OPTIMAL])
-    least_cost = min(optimum.full_batch_cost(num_buckets), cost)
+    least_cost = min(optimum.full_batch_cost(), cost)
     return plans, least_cost, optimum.exact
 
 
@@ -139,8 +133,8 @@ def _costed(plan: BucketPlan, limits: Limits) -> BucketPlan:
     """Returns a plan of the user with the costs of the limits."""
     if plan.sequences != limits.sequences:
         raise ValueError(
-            f"`others` has a plan of the sequences {list(plan.sequences)}, but the "
-            f"lengths have {list(limits.sequences)}. Pass plans of the same sequences."
+            f"`others` has a plan of the sequences {list(plan.sequences)}. Pass plans "
+            f"of {list(limits.sequences)}."
         )
     return limits.costed(plan)
 

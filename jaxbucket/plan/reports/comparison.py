@@ -114,7 +114,7 @@ class Comparison(Record):
         names = [compared.name for compared in plans]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"`plans` have repeated names: {names}. Rename one of them."
+                f"`others` have the name of another plan: {names}. Rename one of them."
             )
         return dataclasses.replace(self, plans=plans, note=note)
 

@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.plan.curve import PlanCurve
 from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
+from jaxbucket.plan.reports.curve import PlanCurve
 from jaxbucket.plan.reports.epoch import Report, report, row_lengths
 
 if TYPE_CHECKING:

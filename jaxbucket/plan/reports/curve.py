@@ -5,32 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths, check_number, check_positive
-from jaxbucket.base.lengths import Lengths, lengths_matrix
+from jaxbucket.base.checks import check_float, check_positive
+from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.table import Record
-from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import SECONDS, unit_of
-from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
-from jaxbucket.plan.histogram import example_counts
-from jaxbucket.plan.joint_planner import plan_sequences
 from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.optimal import Optimum
+from jaxbucket.plan.planner import plan_within
+from jaxbucket.plan.reports.epoch import report
 
-# How many numbers of buckets are tried per doubling. Up to twice this number, all are.
-_SIZES_PER_DOUBLING = 32
-# The same for examples with several sequences, whose plans take longer.
-_FEW_PER_DOUBLING = 4
-# The number of points after the best one, so that plots show the minimum.
-_POINTS_BEYOND = 4
+# The best number is found up to an eighth of itself, and exactly below 16.
+_PER_DOUBLING = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +29,7 @@ class CurvePoint:
     Attributes:
       plan: the shapes and their costs.
       padding: the fraction of an epoch's positions that are padding.
-      steps_per_epoch: the number of batches per epoch.
+      steps_per_epoch: the number of steps per epoch.
       epoch_seconds: the predicted time of one epoch in seconds.
       compile_seconds: the time to compile all shapes of the plan in seconds.
       total_seconds: the time to compile the shapes and to run all epochs in seconds.
@@ -70,21 +59,17 @@ class CurvePoint:
 
 @dataclasses.dataclass(frozen=True)
 class PlanCurve(Record):
-    """The best plans with 1, 2, ... buckets, and the one with the least total time.
+    """The best plans with few and many buckets, and the one with the least total time.
 
     Attributes:
       points: the plans, by increasing number of buckets and decreasing epoch time.
       num_epochs: the number of epochs that use the shapes.
-      max_buckets: the largest number of buckets that was tried.
-      turned: whether it is proven that more buckets cannot reduce the total time.
-      exact: whether each plan is proven to be the best with its number of buckets.
+      max_buckets: the largest number of buckets to try.
     """
 
     points: tuple[CurvePoint, ...]
     num_epochs: float
     max_buckets: int
-    turned: bool
-    exact: bool
 
     @property
     def chosen(self) -> CurvePoint:
@@ -120,12 +105,9 @@ class PlanCurve(Record):
                 for x in neighbors
             ]
             text += f"; {' and '.join(totals)}"
-        text += "."
-        if not self.exact:
-            text += " Some plans are not proven to be optimal."
-        if not self.turned:
-            text += f" More than {self.max_buckets} shapes were not tried."
-        return text
+        if chosen.num_buckets == self.max_buckets:
+            text += f". More than {self.max_buckets} shapes were not tried"
+        return f"{text}."
 
     def __len__(self) -> int:
         return len(self.points)
@@ -135,8 +117,6 @@ class PlanCurve(Record):
         return {
             "num_epochs": self.num_epochs,
             "max_buckets": self.max_buckets,
-            "turned": self.turned,
-            "exact": self.exact,
             "chosen": self.points.index(self.chosen),
             "chosen_num_buckets": self.chosen.num_buckets,
             "reason": self.reason,
@@ -174,15 +154,11 @@ def plan_curve(
     num_epochs: float = 1,
     max_buckets: int = 32,
 ) -> PlanCurve:
-    """Returns the best plans with 1, 2, ... buckets, and the total time of each.
+    """Returns the plans of `plan_within` with few and many buckets, and their times.
 
-    Above 64 buckets, the number grows by about 3% from one point to the next. The curve
-    ends shortly after the best number of buckets, once a lower bound, the time of full
-    batches, proves that no larger number up to `max_buckets` can be better.
-
-    If examples have several sequences, each plan is that of `plan_buckets`. Then the
-    numbers are 1, 2, 3, 4, 6, 8, 12, ... until more cost more, and some around the
-    best of these.
+    Numbers of buckets grow by a third or a half, 1, 2, 3, 4, 6, 8, 12, ..., until the
+    last two take longer than the best one. Then the numbers beside the best one are
+    tried, too.
 
     Example: compiling a shape takes as long as 25 steps, and pays off after a few
     epochs.
@@ -211,142 +187,55 @@ def plan_curve(
         limits; if `compile_seconds`, `num_epochs` or `max_buckets` is not positive; if
         the cost function does not return seconds.
     """
-    limits = limits.of(lengths)
     _check_seconds(limits)
-    compile_seconds = check_number("compile_seconds", compile_seconds)
-    num_epochs = check_number("num_epochs", num_epochs)
+    compile_seconds = check_float("compile_seconds", compile_seconds)
+    num_epochs = check_float("num_epochs", num_epochs)
     max_buckets = check_positive("max_buckets", max_buckets)
-    numbers = (compile_seconds, num_epochs, max_buckets)
-    if isinstance(lengths, Mapping):
-        return _sequence_curve(lengths, limits, *numbers)
-    return _curve(check_lengths(lengths), limits, *numbers)
-
-
-def _curve(
-    lengths: np.ndarray,
-    limits: Limits,
-    compile_seconds: float,
-    num_epochs: float,
-    max_buckets: int,
-) -> PlanCurve:
-    """Returns the curve for examples with one length."""
-    candidates = Candidates.of(lengths, limits)
-    real = int(candidates.tokens[-1])
-    max_buckets = min(max_buckets, len(candidates))
-    optimum = Optimum(candidates, max_buckets)
-    # Lower bounds of the total time with 1, 2, ... buckets.
-    bounds = [
-        size * compile_seconds + num_epochs * optimum.full_batch_cost(size)
-        for size in range(1, max_buckets + 1)
-    ]
-    points: list[CurvePoint] = []
-    chosen: np.ndarray | None = None
-    exact = True
-    for size in _sizes(max_buckets):
-        chosen = optimum.choice(size, chosen)
-        exact &= optimum.exact
-        if len(chosen) < size:
-            # Another bucket would save nothing, even if compiling were free.
-            continue
-        counts = candidates.counts(chosen)
-        plan = limits.plan(candidates.seq_lens[chosen], counts)
-        points.append(
-            _point(plan, counts, real, limits.accumulate, compile_seconds, num_epochs)
-        )
-        best = min(points, key=lambda point: point.total_seconds)
-        if size >= best.num_buckets + _POINTS_BEYOND and all(
-            bound >= best.total_seconds for bound in bounds[size:]
-        ):
-            break
-    best = min(point.total_seconds for point in points)
-    # The bounds are convex: each shape saves at most as much as the previous one. Once
-    # they rise, they never fall again.
-    rises = len(bounds) > 1 and bounds[-1] >= max(bounds[-2], best)
-    turned = max_buckets == len(candidates) or rises
-    return PlanCurve(tuple(points), num_epochs, max_buckets, turned, exact)
-
-
-def _sequence_curve(
-    lengths: Mapping[str, ArrayLike],
-    limits: Limits,
-    compile_seconds: float,
-    num_epochs: float,
-    max_buckets: int,
-) -> PlanCurve:
-    """Returns the curve for examples with several sequences."""
     points: dict[int, CurvePoint] = {}
-    matrix = lengths_matrix(lengths, limits.sequences)
-    real = int(limits.planned_lengths(matrix).sum())
-    numbers = (limits.accumulate, compile_seconds, num_epochs)
 
     def add(size: int) -> None:
-        plan = plan_sequences(lengths, limits, size)
-        points[size] = _point(plan, example_counts(plan, matrix), real, *numbers)
+        plan = plan_within(lengths, limits, num_buckets=size)
+        epoch = report(plan, lengths, accumulate=limits.accumulate)
+        compiling = compile_seconds * len(plan)
+        points[size] = CurvePoint(
+            plan=plan,
+            padding=epoch.padding,
+            steps_per_epoch=epoch.steps_per_epoch,
+            epoch_seconds=epoch.epoch_cost,
+            compile_seconds=compiling,
+            total_seconds=compiling + num_epochs * epoch.epoch_cost,
+        )
 
     def best() -> int:
         return min(points, key=lambda size: points[size].total_seconds)
 
-    for size in _few_sizes(max_buckets):
+    for size in _sizes(max_buckets):
         add(size)
-        # Two more buckets cost more, or another one would save nothing.
+        # More buckets would take longer, or save nothing.
         if best() not in list(points)[-3:] or len(points[size].plan) < size:
             break
-    while middles := _middles(sorted(points), best()):
-        for size in middles:
+    while beside := _beside(best(), sorted(points)):
+        for size in beside:
             add(size)
-    cheaper: list[CurvePoint] = []
+    faster: list[CurvePoint] = []
     for _, point in sorted(points.items()):
-        # The search is not exact, so more buckets may cost more.
-        if not cheaper or point.epoch_seconds < cheaper[-1].epoch_seconds:
-            cheaper.append(point)
-    return PlanCurve(tuple(cheaper), num_epochs, max(points), turned=False, exact=False)
+        # A plan may have fewer buckets, and may not be the very best with so many.
+        if not faster or point.epoch_seconds < faster[-1].epoch_seconds:
+            faster.append(point)
+    return PlanCurve(tuple(faster), num_epochs, max_buckets)
 
 
-def _middles(sizes: list[int], best: int) -> list[int]:
-    """Returns the numbers between one number and its neighbors, if these are far."""
-    place = sizes.index(best)
-    near = sizes[max(place - 1, 0) : place + 2]
-    pairs = itertools.pairwise(near)
-    return [(a + b) // 2 for a, b in pairs if b > a + max(1, a // _FEW_PER_DOUBLING)]
-
-
-def _few_sizes(max_buckets: int) -> list[int]:
+def _sizes(max_buckets: int) -> list[int]:
     """Returns 1, 2, 3, 4, 6, 8, 12, ... up to and with a largest number of buckets."""
     sizes = [1, *(x for n in range(1, 31) for x in (1 << n, 3 << (n - 1)))]
     return [size for size in sizes if size < max_buckets] + [max_buckets]
 
 
-def _sizes(max_buckets: int) -> list[int]:
-    """Returns the numbers of buckets to try: not all of the large ones."""
-    sizes = [1]
-    while sizes[-1] < max_buckets:
-        increase = max(1, sizes[-1] // _SIZES_PER_DOUBLING)
-        sizes.append(min(sizes[-1] + increase, max_buckets))
-    return sizes
-
-
-def _point(
-    plan: BucketPlan,
-    counts: np.ndarray,
-    real_tokens: int,
-    accumulate: int,
-    compile_seconds: float,
-    num_epochs: float,
-) -> CurvePoint:
-    """Returns the point of a plan, from the number of examples of each bucket."""
-    flow = epoch_flow(plan, counts, "cheapest", accumulate)
-    batches = flow.batches * accumulate
-    padded = epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row)
-    epoch = float(epoch_cost(batches, plan.costs))
-    compiling = compile_seconds * len(plan)
-    return CurvePoint(
-        plan=plan,
-        padding=1 - real_tokens / padded,
-        steps_per_epoch=flow.num_batches,
-        epoch_seconds=epoch,
-        compile_seconds=compiling,
-        total_seconds=compiling + num_epochs * epoch,
-    )
+def _beside(best: int, sizes: list[int]) -> list[int]:
+    """Returns numbers halfway between the best one and its neighbors, if any are."""
+    place = sizes.index(best)
+    pairs = itertools.pairwise(sizes[max(place - 1, 0) : place + 2])
+    return [(a + b) // 2 for a, b in pairs if b > a + max(1, a // _PER_DOUBLING)]
 
 
 def _check_seconds(limits: Limits) -> None:

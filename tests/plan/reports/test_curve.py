@@ -43,7 +43,7 @@ def test_the_chosen_number_of_buckets_takes_the_least_time(seed):
         )
         epoch = report(plan, lengths).epoch_cost
         totals.append(len(plan) * compile_seconds + num_epochs * epoch)
-    assert curve.chosen.total_seconds == pytest.approx(min(totals), rel=1e-4)
+    assert curve.chosen.total_seconds == pytest.approx(min(totals), rel=1e-3)
 
 
 def test_points_agree_with_the_reports_of_their_plans():
@@ -59,7 +59,7 @@ def test_points_agree_with_the_reports_of_their_plans():
         assert point.total_seconds == pytest.approx(total)
     seconds = [point.epoch_seconds for point in curve.points]
     assert seconds == sorted(seconds, reverse=True)
-    assert len(curve) > curve.chosen.num_buckets
+    assert curve.points[-1].num_buckets > curve.chosen.num_buckets
 
 
 def test_a_curve_is_printed_as_a_table():
