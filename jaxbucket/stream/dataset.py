@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,7 +124,23 @@ def stream_batches(
         num_steps=num_steps,
         max_segments=max_segments_per_row,
     )
+    for phase in run.phases:
+        _warn_of_small_batches(phase.plan)
     return StreamDataset(run)
+
+
+def _warn_of_small_batches(plan: BucketPlan) -> None:
+    """Warns of a plan whose B are those of few lengths, such as of a sample."""
+    largest = max(bucket.num_tokens for bucket in plan.buckets)
+    # Equal B may be those of `max_batch_size`.
+    differ = len(set(plan.batch_sizes.tolist())) > 1
+    if differ and isinstance(plan.max_tokens, int) and 2 * largest <= plan.max_tokens:
+        warnings.warn(
+            f"The batches of `plan` have up to {largest} of `max_tokens="
+            f"{plan.max_tokens}` positions. If its lengths are a sample of the stream, "
+            "plan with `sample=True`.",
+            stacklevel=3,
+        )
 
 
 def sample_lengths(

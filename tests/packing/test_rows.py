@@ -533,7 +533,7 @@ def test_a_plan_for_packed_rows_requires_its_packing():
     with pytest.raises(ValueError, match="`plan` is for packed rows, and its padding"):
         jb.report(plan, lengths)
     stream = grain.MapDataset.source([{"x": [1]}]).to_iter_dataset()
-    with pytest.raises(ValueError, match="`max_segments_per_row`"):
+    with pytest.raises(ValueError, match="`max_segments_per_row=None`"):
         jb.stream_batches(stream, plan, pool_size=2048)
     row_lengths = choice.packing.row_lengths
     assert plot_plan(plan, row_lengths).get_legend() is not None

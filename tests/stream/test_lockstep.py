@@ -275,7 +275,7 @@ def test_a_stream_is_not_resumed_by_another_number_of_processes():
     shard = jb.data.RowShard((0,), 2)
     options |= {"shard": shard, "processes": Threads(2).of(0)}
     of_two = jb.stream_batches(stream(lengths), plan, **options)
-    with pytest.raises(ValueError, match="read by 2 processes, and now by 1"):
+    with pytest.raises(ValueError, match="processes 2 -> 1"):
         of_two.position(3).check_same(of_one.position(3))
-    with pytest.raises(ValueError, match="read by 1 processes, and now by 2"):
+    with pytest.raises(ValueError, match="processes 1 -> 2"):
         iter(of_two).set_state(iter(of_one).get_state())
