@@ -12,12 +12,16 @@ How a plan for one length comes about (`planner.plan_within`):
 4. `flow.batch_sizes` chooses B of each bucket for the examples that it gets, and
    `Limits.plan` makes the plan.
 
-How a plan for two lengths comes about (`joint_planner.plan_sequences`):
+How a plan for several lengths comes about, with a T for each in every shape. The
+sequences are planned jointly, in the files `joint_*` (`joint_planner.plan_sequences`):
 
-1. `joint_points` count the examples that need each combination of T.
-2. `nested` finds shapes to start from, by `optimal` with one number for each example.
-3. `joint_search` adds and swaps shapes while an epoch becomes cheaper.
-4. Every set of shapes found gets B by `flow.batch_sizes`, and the cheapest is taken.
+1. `nested` finds shapes to start from: it sorts the examples by one number, and lets
+   `optimal` cut this order into K buckets.
+2. `joint_points` count the examples that need each combination of T.
+3. `joint_search` adds and swaps shapes while an epoch becomes cheaper, from a few
+   shapes and from the nested ones; few combinations are enumerated.
+4. Every set of shapes found is priced with B by `flow.batch_sizes`. The cheapest one
+   gets its final B for all lengths, and buckets without batches are removed.
 
 In both, `flow.remainder` says where examples go that do not fill a batch: it is also
 what `BatchSchedule` follows. `reports` describe an epoch of a plan, and compare

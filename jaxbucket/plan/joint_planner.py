@@ -5,7 +5,8 @@ shape that holds it. Only the distinct combinations of T that examples need matt
 `joint_points`. `joint_pricing` says what a batch of any shape holds and costs.
 `joint_search` starts with few shapes, adds one at a time, and then swaps single shapes
 for others while an epoch becomes cheaper; `joint_swaps` counts what each of thousands
-of shapes would take, at once. The planner chooses B for the cheapest shapes found.
+of shapes would take, at once. It also improves the shapes of `nested`, and compares all
+sets if there are few. The planner chooses B for the cheapest shapes found.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from jaxbucket.plan.nested import nested_shapes
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
-# How often B are chosen for the examples of each bucket, and these for the B.
+# Rounds of choosing B for the examples of each bucket and counting these again, because
+# B changes which bucket is the cheapest.
 _ROUNDS = 4
 
 
 def plan_sequences(
     lengths: Mapping[str, ArrayLike], limits: Limits, num_buckets: int
 ) -> BucketPlan:
-    """Returns `plan_within(...)` for examples with several sequences.
+    """Returns a plan of at most K shapes, each with a T for every sequence.
 
     Raises:
       ValueError: if the lengths are not those of the sequences of `limits`, are empty
@@ -48,7 +50,7 @@ def plan_sequences(
     """
     matrix = lengths_matrix(lengths, limits.sequences)
     planned = limits.planned_lengths(matrix)
-    # The longest examples need the largest shapes.
+    # Fails early, with a remedy, if one of the longest examples fits no batch.
     rounded = limits.rounded(planned)
     needed = rounded[[rounded.sum(axis=1).argmax(), *rounded.argmax(axis=0)]]
     if num_buckets == 1:
@@ -113,6 +115,7 @@ def with_batch_sizes(
         if plan == plans[-1]:
             break
         plans.append(plan)
+    # A plan of the last round has no cost yet, and is left out.
     return min(zip(costs, plans, strict=False), key=lambda pair: pair[0])[1]
 
 
@@ -192,8 +195,9 @@ def _evaluated(
     """Returns the cost of an epoch with shapes, `[K, Q]` T, and those that are used."""
     seq_lens = seq_lens[shape_order(seq_lens)]
     lengths = points.seq_lens(points.indices)
-    shapes = cheapest(lengths, seq_lens, Pricing(limits)(seq_lens).rates)
-    counts = np.bincount(shapes, points.counts, len(seq_lens)).astype(np.int64)
+    # With the prices of all rows, as `BucketPlan.assign` does.
+    assigned = cheapest(lengths, seq_lens, Pricing(limits)(seq_lens).rates)
+    counts = np.bincount(assigned, points.counts, len(seq_lens)).astype(np.int64)
     batch_sizes = limits.batch_sizes(seq_lens)
     sizes = limits.sizes(seq_lens, batch_sizes, np.full_like(batch_sizes, counts.sum()))
     above = dominates(seq_lens)

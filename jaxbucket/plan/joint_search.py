@@ -16,14 +16,14 @@ from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.joint_pricing import Prices, Pricing
 from jaxbucket.plan.joint_swaps import Assignment, Grid
 
-# With more distinct examples, only some T are possible, which are refined later: at
-# most, and times the number of buckets.
+# With more distinct examples, or examples times buckets, only some T are possible.
+# They are refined later.
 _MAX_POINTS, _POINTS_WORK = 1 << 16, 1 << 19
-# The number of shapes that can replace one: at most, and times the number of buckets.
+# The number of shapes that can replace one, and this number times that of buckets.
 _MAX_GRID, _GRID_WORK = 4096, 1 << 16
 # The distances between a T and its nearest neighbors, powers of a base, by the number
 # of sequences: the base, and the number of powers.
-_POWERS = {1: (2, 8), 2: (2, 6), 3: (3, 3), 4: (4, 2)}
+_POWERS = {2: (2, 6), 3: (3, 3), 4: (4, 2)}
 _FEW_POWERS = (4, 1)
 # How many of the best shapes by full batches are compared with their remainders. With
 # many buckets, fewer are, because the time of each grows with the square of K.
@@ -72,7 +72,8 @@ class Search:
         There are none if no K shapes were found that hold all examples.
 
         Args:
-          starts: the T of known shapes, which are yielded, and improved.
+          starts: the T of known shapes, which are yielded, and improved. The last one
+            is the largest, as in a plan; within the search, it comes first.
         """
         coarse = dataclasses.replace(self, points=self._coarse(None))
         results = []
@@ -105,6 +106,8 @@ class Search:
             fits(self.points.indices, grid.shapes), grid.prices.rates, np.inf
         )
         used = np.flatnonzero(np.isfinite(rates).any(axis=0))
+        if not len(used):
+            return
         number = min(self.num_buckets, len(used))
         sets = np.array(list(itertools.combinations(used, number))).reshape(-1, number)
         if self.must_hold_all:

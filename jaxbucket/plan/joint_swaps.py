@@ -161,6 +161,7 @@ class Swaps:
         allowed = np.isfinite(new)
         new = np.where(allowed, new, 0)
         costs = np.full(len(new), counts[:-1] @ rates) + counts[-1] * new
+        # The last table is of examples that have no shape yet.
         for rate, held in zip(rates.tolist(), tables, strict=False):
             costs += np.minimum(0, new - rate) * held
         self.costs = np.where(allowed & (tables[-1] == counts[-1]), costs, np.inf)

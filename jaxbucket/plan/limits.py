@@ -378,6 +378,7 @@ class Limits:
         self, seq_lens: np.ndarray, batch_sizes: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
         """Returns the rows of a step of each bucket for its examples, `[K]` int64."""
+        # Remainders may come from all shorter buckets, or else from any bucket.
         if not self.sequences:
             sizes = self.sizes(seq_lens, batch_sizes, np.cumsum(counts))
             return fitted(sizes, counts).rows

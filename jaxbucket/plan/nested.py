@@ -61,6 +61,7 @@ def _candidates(
     seq_lens, batch_sizes, ends = seq_lens[is_used], batch_sizes[is_used], ends[is_used]
     tokens = np.cumsum(lengths.sum(axis=1, dtype=np.int64)[order])
     return seq_lens, Candidates(
+        # The positions of a row, which count for its cost as T does.
         seq_lens=seq_lens.sum(axis=1),
         examples=ends,
         tokens=tokens[ends - 1],

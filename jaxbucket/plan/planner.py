@@ -96,14 +96,14 @@ def plan_buckets(
         has to hold the longest lengths of all of them, unless these are truncated.
       boundaries: the rule that chooses the boundaries. "optimal" minimizes the cost of
         an epoch, remainders included (see `optimal.optimal` for the precision), with as
-        few batches in each bucket as the largest B needs. The
-        other rules are heuristics: "quantile" puts the same number of examples in
-        each bucket, "equal_tokens" the same number of tokens; "equal_width" and
-        "geometric" increase T by a constant step or ratio, "quarters" uses four equal
-        steps, and "powers_of_two" uses the largest powers of two. You can also
-        pass increasing lengths (then `num_buckets` and `max_seq_len` are ignored), or a
-        function of (`Candidates`, `num_buckets`). To fix B as well, use
-        `BucketPlan.from_shapes`.
+        few batches in each bucket as the largest B needs. The other rules are
+        heuristics: "quantile" puts the same number of examples in each bucket,
+        "equal_tokens" the same number of tokens; "equal_width" and "geometric" increase
+        T by a constant step or ratio, "quarters" uses four equal steps, and
+        "powers_of_two" uses the largest powers of two. You can also pass increasing
+        lengths (then `num_buckets` and `max_seq_len` are ignored), or a function of
+        (`Candidates`, `num_buckets`). With several sequences, pass "optimal" or a list
+        of mappings with a T for each. To fix B as well, use `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
         "truncate", "truncate_left" to keep their last tokens, or "split" to plan for
         the chunks that `split_source` returns.

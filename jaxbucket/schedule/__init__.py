@@ -8,15 +8,19 @@ how `schedule[1234]` of a `BatchSchedule` gets its rows:
    fill a batch are promoted to a longer bucket, padded or dropped (`plan.flow`). With
    packed rows, the same is done with rows of several examples (`packed_rows`).
 2. The step is divided by the steps of an epoch: 1,234 is step 234 of epoch 1 if there
-   are 1,000 (`batch_schedule`).
-3. The order of the schedule finds the batch at this place of the epoch: a bucket, and
-   some of its rows. The named orders compute it (`orders`, with the sequences of
-   `spread`, and `grouped_by_length`). A `Curriculum` deals all batches of the epoch,
-   from the examples that its pacing functions have opened (`curriculum`, `metric`,
-   `pacing`, `paced_order`).
-4. `EpochRows.examples` returns the examples of these rows. A keyed permutation, which
-   depends on the seed, the epoch and the bucket, shuffles them without a table.
-5. The rows are cut into micro-batches, filled with -1, and may be balanced (`balance`).
+   are 1,000 (`batch_schedule`). It has one position of the epoch, or several with
+   micro-batches of different buckets.
+3. The order of the schedule finds the batch at this position. The named orders
+   (`orders`, with the sequences of `spread`) and `GroupedByLength` compute its number,
+   and `EpochRows.batch_rows` turns the number into a bucket and some of its rows.
+4. `EpochRows.examples` returns the examples of these rows. With the orders that are
+   redrawn in each epoch, a keyed permutation, which depends on the seed, the epoch and
+   the bucket, shuffles them without a table. A `Curriculum` instead deals all batches
+   of the epoch from the examples that its pacing functions have opened (`curriculum`,
+   `metric`, `pacing`, `paced_order`).
+5. Rows are filled up with -1 and cut into micro-batches, and may be balanced
+   (`balance`). `PackedRows` replaces each packed row by its examples, which are drawn
+   among those of the same lengths.
 
 A `Mixture` and a `JoinedSchedule` only decide which step of which component comes next
 (`combined`). A `BatchSampler` yields the indices of examples for PyTorch.

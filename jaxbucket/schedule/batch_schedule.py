@@ -82,8 +82,8 @@ class BatchSchedule(Schedule):
     `Curriculum` puts easy examples into the same rows, and a row is open when all of
     its examples are.
 
-    A schedule stores 4 bytes per example. It refers to `lengths` instead of copying the
-    array, so do not modify the array afterwards.
+    A schedule stores 4 bytes per example. It refers to the `lengths` of one sequence
+    instead of copying the array, so do not modify the array afterwards.
 
     Attributes:
       plan: the buckets.
@@ -235,8 +235,8 @@ class BatchSchedule(Schedule):
     def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self._batches_per_step
-        numbers = range(first, first + self._batches_per_step)
-        return tuple(part for n in numbers for part in self._batches(epoch, n))
+        positions = range(first, first + self._batches_per_step)
+        return tuple(part for x in positions for part in self._batches(epoch, x))
 
     def draws(self, step: int) -> tuple[BatchDraws, ...]:
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
@@ -248,11 +248,11 @@ class BatchSchedule(Schedule):
             for number in numbers
         )
 
-    def _batches(self, epoch: int, number: int) -> list[BatchIndices]:
-        """Returns the micro-batches that one batch of the order consists of."""
-        if number >= self._rows.num_batches:
+    def _batches(self, epoch: int, position: int) -> list[BatchIndices]:
+        """Returns the micro-batches of the batch at a position of the order."""
+        if position >= self._rows.num_batches:
             return [self._filler]
-        index, examples = self._epochs.batch(epoch, number)
+        index, examples = self._epochs.batch(epoch, position)
         bucket = self.plan.buckets[index]
         rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
         rows[: len(examples)] = examples

@@ -8,7 +8,7 @@ are the same in every epoch; the example in a row may differ.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -36,7 +36,8 @@ class EpochRows:
 
     A bucket has a slot for each of its own examples, followed by a slot for each row
     that other buckets promote to it. Each row takes one slot, either in order or by a
-    permutation.
+    permutation. Rows before `flow.rows[k]` are in batches of bucket k; later ones are
+    promoted, or dropped.
 
     Args:
       plan: the buckets.
@@ -97,7 +98,7 @@ class EpochRows:
     def tokens_per_epoch(self) -> int:
         """The number of real tokens in an epoch, the mean if epochs differ."""
         return report(
-            self.plan.unpacked,
+            self.plan,
             self._lengths,
             remainder=self._remainder,
             accumulate=self._group,
@@ -164,22 +165,37 @@ class EpochRows:
         examples = np.empty(len(row), np.int64)
         remaining = [(bucket, np.arange(len(row)), row)]
         while remaining:
-            bucket, places, row = remaining.pop()
-            first = int(self.flow.counts[bucket])
-            slot = row
+            k, places, rows = remaining.pop()
+            own = int(self.flow.counts[k])
+            slot = rows
             if slots is not None:
-                slot = slots(bucket, row, first + int(self.flow.carried[bucket]))
-            here = slot < first
-            examples[places[here]] = self._examples[self._offsets[bucket] + slot[here]]
-            # The other slots are rows that other buckets promote to this one.
-            for source in np.flatnonzero(self.flow.targets == bucket).tolist():
-                after = first + self._promoted[source]
-                here = (first <= slot) & (slot < after)
-                row = slot[here] - first + int(self.flow.rows[source])
-                if len(row):
-                    remaining.append((source, places[here], row))
-                first = after
+                slot = slots(k, rows, own + int(self.flow.carried[k]))
+            is_own = slot < own
+            examples[places[is_own]] = self._examples[self._offsets[k] + slot[is_own]]
+            for source, is_there, source_rows in self._promoted_rows(k, slot):
+                remaining.append((source, places[is_there], source_rows))
         return examples
+
+    def _promoted_rows(
+        self, bucket: int, slot: np.ndarray
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Yields the buckets whose promoted rows are in some slots of a bucket.
+
+        Args:
+          bucket: the bucket.
+          slot: `[n]` integers, slots of it.
+
+        Yields:
+          The other bucket; `[n]` bool, which slots hold a row of it; and these rows.
+        """
+        start = int(self.flow.counts[bucket])
+        for source in np.flatnonzero(self.flow.targets == bucket).tolist():
+            end = start + self._promoted[source]
+            is_there = (start <= slot) & (slot < end)
+            if is_there.any():
+                rows = slot[is_there] - start + int(self.flow.rows[source])
+                yield source, is_there, rows
+            start = end
 
 
 def examples_by_bucket(

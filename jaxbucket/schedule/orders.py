@@ -161,24 +161,25 @@ class ShuffledEpochs:
 
     def _numbers(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Returns the numbers of the batches at `[n]` positions of an epoch."""
+        # K, so that this key differs from those of the buckets.
         key = fold(self._seed, epoch, len(self._rows.plan))
         first, counts = self._first, self._rows.flow.batches
         if epoch or first is None:
-            return self._permute(positions, counts, key, 0)
+            return self._numbers_at(positions, counts, key, 0)
         numbers = np.full(len(positions), first, np.int64)
         counts = counts - (np.arange(len(counts)) == self._rows.bucket_of(first))
         later = positions > 0
         head = self._rows.batches_per_step - 1
-        drawn = self._permute(positions[later] - 1, counts, key, head)
+        drawn = self._numbers_at(positions[later] - 1, counts, key, head)
         numbers[later] = drawn + (drawn >= first)
         return numbers
 
-    def _permute(
+    def _numbers_at(
         self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
     ) -> np.ndarray:
         """Returns the batches at `[n]` positions, if bucket k has `counts[k]`.
 
-        The first `head` of them complete the step of the largest batch.
+        With `largest_first`, the first `head` of them share the step of that batch.
         """
         return permute(positions, int(counts.sum()), key)
 
@@ -200,7 +201,7 @@ class SpreadEpochs(ShuffledEpochs):
     "shuffled" instead.
     """
 
-    def _permute(
+    def _numbers_at(
         self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
     ) -> np.ndarray:
         size = self._rows.batches_per_step

@@ -26,7 +26,7 @@ from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.recent import recent
 
-# Keeps these keys distinct from the keys of rows and batches.
+# Keeps these keys distinct from those of the buckets of most plans, and of batches.
 _SLOT_KEY = 0x510
 _ROW_KEY, _EXAMPLE_KEY = 0x511, 0x512
 # Examples of one length move by up to an eighth of their number, from 2 to 64 places.

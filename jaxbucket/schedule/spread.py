@@ -1,7 +1,7 @@
 """Sequences in which every item keeps to its share of the positions.
 
-`spread_evenly` is the sequence: of the buckets of an epoch, for `SpreadUpdates`, and of
-the components of a mixture, for `Turns`.
+`spread_evenly` finds the items at positions of such a sequence, for `SpreadUpdates`.
+`occurrences` finds the counts before a position, for the `Turns` of a mixture.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def occurrences(position: int, counts: tuple[int, ...]) -> list[int]:
 
     Args:
       position: an integer from 0, which may be beyond N: the sequence is repeated.
-      counts: as above, with any sum.
+      counts: as for `spread_evenly`, with any sum.
     """
     result = [0] * len(counts)
     pending = [(_huffman(counts), position)]

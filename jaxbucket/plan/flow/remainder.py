@@ -29,7 +29,7 @@ class RowFlow:
     """The number of rows and batches of each bucket in one epoch.
 
     Attributes:
-      counts: `[K]` int64, examples whose shortest possible bucket this is.
+      counts: `[K]` int64, examples that `BucketPlan.assign` puts into this bucket.
       carried: `[K]` int64, examples promoted from other buckets.
       batches: `[K]` int64, batches per epoch; the last batch may have empty rows.
       rows: `[K]` int64, rows of these batches that hold an example.
