@@ -27,10 +27,15 @@ class _Group(click.Group):
         except BrokenPipeError:
             # The reader has ended, as after `| head`. click exits without a message.
             raise
-        except (ValueError, OSError, ImportError, MemoryError) as error:
-            lines = [str(error) or type(error).__name__]
-            lines += getattr(error, "__notes__", ())
-            raise click.ClickException("\n".join(lines)) from None
+        except Exception as error:
+            notes = getattr(error, "__notes__", ())
+            kinds = (ValueError, OSError, ImportError, MemoryError)
+            if not notes and not isinstance(error, kinds):
+                raise
+            # A note names what a user's function was given.
+            kind = "" if isinstance(error, kinds) else f"{type(error).__name__}: "
+            message = str(error) or type(error).__name__
+            raise click.ClickException("\n".join([kind + message, *notes])) from None
 
 
 @click.group(

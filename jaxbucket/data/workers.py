@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from multiprocessing import parent_process
@@ -11,6 +13,8 @@ from typing import Any, TypeVar
 import grain
 import numpy as np
 from absl import flags
+
+from jaxbucket.base.checks import check_integer
 
 _T = TypeVar("_T")
 _WORKER_DIED = "terminated unexpectedly"
@@ -55,8 +59,7 @@ def load_in_workers(
             f"`dataset` is a {type(dataset).__name__}, not a `grain.MapDataset`. Pass "
             "the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
         )
-    if num_workers < 0:
-        raise ValueError(f"`num_workers={num_workers}` must not be negative.")
+    check_integer("num_workers", num_workers, least=0)
     return _load(dataset, num_workers, num_threads, buffer_size)
 
 
@@ -67,6 +70,9 @@ def _load(
     reading = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=max(num_threads, buffer_size)
     )
+    if num_workers:
+        read = functools.partial(_read, dataset)
+        dataset = grain.MapDataset.range(len(dataset)).map(read)
     # Without the states of a `BatchDataset`, because this iterator has none.
     elements = grain.MapDataset.to_iter_dataset(dataset, reading)
     if num_workers:
@@ -93,6 +99,27 @@ def _load(
         ) from error
     finally:
         iterator.close()
+
+
+def _read(dataset: grain.MapDataset[Any], index: int) -> Any:
+    """Returns an element, in a worker.
+
+    Raises:
+      RuntimeError: in place of an error that cannot be pickled, for which the main
+        process would wait forever, such as one of a class of the main script.
+    """
+    try:
+        return dataset[index]
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            lines = [
+                f"{type(error).__name__}: {error}",
+                *getattr(error, "__notes__", ()),
+            ]
+            raise RuntimeError("\n".join(lines)) from None
+        raise
 
 
 def _init_worker(index: int, count: int) -> None:

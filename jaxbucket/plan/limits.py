@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from jaxbucket.base.checks import (
     check_positive,
 )
 from jaxbucket.base.lengths import Lengths
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.plan_checks import checked_overlong
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.base.sizes import (
@@ -322,8 +323,14 @@ class Limits:
         if self.cost_fn is None:
             return batch_sizes * _totals(seq_lens)
         shapes = zip(batch_sizes.tolist(), self._named(seq_lens), strict=True)
-        costs = (check_cost(f"cost_fn{x!r}", self.cost_fn(*x)) for x in shapes)
+        costs = (self._cost(*shape) for shape in shapes)
         return np.fromiter(costs, np.float64, len(seq_lens))
+
+    def _cost(self, batch_size: int, seq_len: Any) -> float:
+        name = f"cost_fn({batch_size}, {seq_len})"
+        with Noting(f"This is `{name}`."):
+            cost = cast(CostFn, self.cost_fn)(batch_size, seq_len)
+        return check_cost(name, cost)
 
     def costed(self, plan: BucketPlan) -> BucketPlan:
         """Returns a plan with the same shapes, and the costs of their steps.

@@ -311,7 +311,8 @@ class StreamIterator(grain.DatasetIterator[Batch]):
                 self._put(found)
         # By itself, the reader finds the end only when it reads on.
         self._reader.counts.ended = saved.counts.ended
-        if self._reader.counts != saved.counts:
+        is_same = self._reader.counts == saved.counts
+        if not is_same or len(self._pool) != len(saved.pending):
             raise ValueError(
                 f"The stream has changed: it had {saved.counts}, and now has "
                 f"{self._reader.counts}. {_REMEDY}"

@@ -18,8 +18,8 @@ class PackedPool(Pool):
     that fits into the rest of the row with best fit (policy "closest"), or the oldest
     one that fits with the policy "first". Overdue examples that fit take precedence.
 
-    Examples are grouped by length, so the time to find the longest that fits does not
-    depend on the number of examples.
+    Examples are grouped by length, so the time to find one depends on the number of
+    bits or 64-bit words of T, and not on the number of examples.
 
     Args:
       plan: the shapes of rows.
@@ -34,7 +34,8 @@ class PackedPool(Pool):
         self._by_length: dict[int, Queue] = {}
         # Bit n is set if an example of length n is pending.
         self._bits = 0
-        # Lengths by index, the oldest first.
+        self._oldest = _OldestIndex(plan.max_seq_len)
+        # Lengths by index.
         self._lengths: dict[int, int] = {}
         self._tokens = [0] * len(plan)
 
@@ -49,6 +50,7 @@ class PackedPool(Pool):
         queue = self._by_length.setdefault(length, Queue())
         if not queue:
             self._bits |= 1 << length
+            self._oldest.put(length, example.index)
         queue.append(example)
         self._lengths[example.index] = length
         self._tokens[self._bucket_of(length)] += length
@@ -58,12 +60,8 @@ class PackedPool(Pool):
         return bisect.bisect_left(self._boundaries, length)
 
     def oldest(self) -> tuple[int, int]:
-        index, length = next(iter(self._lengths.items()))
-        return index, self._bucket_of(length)
-
-    def _oldest_up_to(self, room: int) -> tuple[int, int]:
-        """Returns the index and the length of the oldest example that fits."""
-        return next(item for item in self._lengths.items() if item[1] <= room)
+        index = int(self._oldest.up_to(self._boundaries[-1]))
+        return index, self._bucket_of(self._lengths[index])
 
     def first_bucket(self) -> int:
         if not self._bits:
@@ -97,7 +95,10 @@ class PackedPool(Pool):
             row: list[PooledExample] = []
             room = self._boundaries[bucket]
             while len(row) < self._max_segments:
-                example = self._take_one(room, overdue, not (rows or row))
+                is_first = not (rows or row)
+                oldest = not self._best_fit or is_first
+                oldest = oldest or self._oldest.up_to(room) < overdue
+                example = self._take_one(room, oldest)
                 if example is None:
                     break
                 row.append(example)
@@ -107,24 +108,47 @@ class PackedPool(Pool):
             rows.append(row)
         return rows
 
-    def _take_one(
-        self, room: int, overdue: int, is_first: bool
-    ) -> PooledExample | None:
+    def _take_one(self, room: int, oldest: bool) -> PooledExample | None:
         """Removes the oldest or the longest example of at most `room` positions."""
         fitting = self._bits & ((2 << room) - 1)
         if not fitting:
             return None
         length = fitting.bit_length() - 1
-        if is_first or not self._best_fit:
-            _, length = self._oldest_up_to(room)
-        elif next(iter(self._lengths)) < overdue:
-            index, oldest = self._oldest_up_to(room)
-            length = oldest if index < overdue else length
+        if oldest:
+            length = self._lengths[int(self._oldest.up_to(room))]
         queue = self._by_length[length]
         example = queue.popleft()
-        if not queue:
+        if queue:
+            self._oldest.put(length, queue[0].index)
+        else:
             del self._by_length[length]
             self._bits ^= 1 << length
+            self._oldest.put(length, math.inf)
         del self._lengths[example.index]
         self._tokens[self._bucket_of(length)] -= length
         return example
+
+
+class _OldestIndex:
+    """A segment tree of the oldest index of each length."""
+
+    def __init__(self, max_length: int):
+        self._size = 1 << max_length.bit_length()
+        self._tree = [math.inf] * (2 * self._size)
+
+    def put(self, length: int, index: float) -> None:
+        tree, node = self._tree, self._size + length
+        tree[node] = index
+        while node > 1:
+            node //= 2
+            tree[node] = min(tree[2 * node], tree[2 * node + 1])
+
+    def up_to(self, length: int) -> float:
+        """Returns the oldest index of all lengths that are at most `length`."""
+        tree, node = self._tree, self._size + length
+        oldest = tree[node]
+        while node > 1:
+            if node % 2:
+                oldest = min(oldest, tree[node - 1])
+            node //= 2
+        return oldest

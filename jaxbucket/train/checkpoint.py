@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxbucket.base.checks import check_positive
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.position import DataPosition
 from jaxbucket.distributed.agreement import list_processes
 from jaxbucket.distributed.processes import Processes
@@ -307,7 +308,9 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=restore_args(state), position=_JSON, extra=_JSON
         )
-        saved: Any = self._manager.restore(step, args=items)
+        # Optimizers may differ in states without leaves, which Orbax finds.
+        with Noting(f"Is {folder} of the same model, `wrt` and optimizer?"):
+            saved: Any = self._manager.restore(step, args=items)
         position = DataPosition.from_dict(saved.position)
         if position.step != step:
             raise self._damaged(folder, f"its position is at step {position.step}")

@@ -62,6 +62,7 @@ def restore_args(state: Any) -> ocp.args.PyTreeRestore:
     # Empty nodes inside of them are kept, because empty optax states count as elements
     # of a chain.
     tree = ocp.tree.serialize_tree(_abstract(state), keep_empty_nodes=True)
+    tree = _without_none(tree)
     if isinstance(tree, dict):
         tree = {name: part for name, part in tree.items() if jax.tree.leaves(part)}
     return ocp.args.PyTreeRestore(
@@ -69,6 +70,13 @@ def restore_args(state: Any) -> ocp.args.PyTreeRestore:
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
         partial_restore=True,
     )
+
+
+def _without_none(tree: Any) -> Any:
+    """Returns nested dicts and lists without the None in dicts, as Orbax needs it."""
+    if isinstance(tree, dict):
+        return {x: _without_none(y) for x, y in tree.items() if y is not None}
+    return [*map(_without_none, tree)] if isinstance(tree, list) else tree
 
 
 def find_difference(metadata: Any, state: Any) -> str | None:
@@ -101,7 +109,10 @@ def find_other_key(restored: Any, state: Any) -> str | None:
         jax.tree.leaves_with_path(state), jax.tree.leaves(restored), strict=True
     )
     for (path, leaf), read in pairs:
-        if hasattr(leaf, "dtype") and leaf.dtype != read.dtype:
+        if (
+            isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+            and leaf.dtype != read.dtype
+        ):
             return f"{_name(path)} is {leaf.dtype}, but was {read.dtype}"
     return None
 
@@ -151,6 +162,9 @@ def like_template(template: Any, leaf: Any) -> Any:
     would reject the leaf together with batches on several devices. A step cannot reuse
     the buffers that Orbax returns. They are freed, so only one leaf is there twice.
     """
+    if isinstance(template, np.generic):
+        # Some versions of Orbax return a Python number.
+        return np.asarray(leaf, template.dtype)[()]
     if not isinstance(leaf, jax.Array):
         return leaf
     uncommitted = isinstance(template, jax.Array) and not template.committed

@@ -175,3 +175,24 @@ def test_errors_of_the_dataset_are_raised_unchanged():
 
     with pytest.raises(RuntimeError, match="disk failure"):
         list(load_in_workers(grain.MapDataset.range(3).map(fail), 0))
+
+
+class OfTwo(Exception):
+    """Cannot be unpickled, because pickle passes one argument."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def test_an_error_that_cannot_be_pickled_is_raised():
+    class Local(OfTwo):
+        pass
+
+    for kind in (Local, OfTwo):
+
+        def fail(index, kind=kind):
+            raise kind("gone", 2)
+
+        dataset = grain.MapDataset.range(4).map(fail)
+        with pytest.raises(RuntimeError, match=f"{kind.__name__}: gone"):
+            list(load_in_workers(dataset, num_workers=1))
