@@ -146,7 +146,7 @@ def test_a_short_loop_trains_evaluates_and_compiles_once():
         ({"batch_axes": "rows"}, "`batch_axes='rows'`, but the mesh has axes"),
         ({"start_step": -1}, "`start_step=-1` must be between 0"),
         ({"num_steps": 3, "num_epochs": 1}, "both set the end of the run"),
-        ({"num_workers": -1}, "`num_workers=-1` must not be negative"),
+        ({"num_workers": -1}, "`num_workers=-1`"),
         ({"prefetch": -1}, "`prefetch=-1`"),
         ({"transform": 3}, "`transform`"),
     ],
