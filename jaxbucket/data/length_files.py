@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -30,7 +30,7 @@ def read_lengths(
     `.tsv`, `.jsonl` and `.parquet` by pyarrow with its own rules. Tables of text may be
     compressed, as in `.jsonl.gz`. Integers are lengths, lists and bytes are measured by
     their number of elements, and text is measured in `unit`. A tab-separated file has
-    no quotes.
+    no quotes. Blank lines at the end of a file are ignored.
 
     Example:
       >>> import tempfile
@@ -92,19 +92,42 @@ def _read_table(
             "Tables are read by pyarrow: pip install 'jaxbucket[files]'."
         ) from None
     names = _chosen(dataset.schema.names, columns)
-    if suffix in (".csv", ".tsv") and all(map(_is_number, names)):
+    is_plain = suffix in (".csv", ".tsv")
+    if is_plain and all(map(_is_number, names)):
         raise ValueError(
             f"The columns have the numbers {names} as names. Add a header to the file."
         )
+    kinds = {name: str(dataset.schema.field(name).type) for name in names}
+    if is_plain and "binary" in kinds.values():
+        raise ValueError(
+            f"The columns {kinds} have text that is not UTF-8. Convert the file."
+        )
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     row = 0
-    options = {"batch_size": 4096, "use_threads": False}
-    for batch in dataset.to_batches(columns=list(names), **options):
+    for batch in _batches(dataset, names, is_plain):
         for name in names:
             parts[name].append(_lengths_of(batch.column(name), name, row, unit))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
+
+
+def _batches(dataset: Any, names: Sequence[str], is_plain: bool) -> Iterator[Any]:
+    """Yields parts of a table; of csv and tsv without the blank lines at the end."""
+    options: dict[str, Any] = {"batch_size": 4096, "use_threads": False}
+    if not is_plain:
+        yield from dataset.to_batches(columns=list(names), **options)
+        return
+    blank: list[Any] = []
+    for batch in dataset.to_batches(**options):
+        # Only a row that is null in all columns is a blank line.
+        is_null = [x.is_null().to_numpy(zero_copy_only=False) for x in batch.columns]
+        filled = np.flatnonzero(~np.logical_and.reduce(is_null))
+        if len(filled):
+            number = int(filled[-1]) + 1
+            yield from [*blank, batch.slice(0, number)]
+            batch, blank = batch.slice(number), []
+        blank.append(batch)
 
 
 def _dataset(path: pathlib.Path, suffix: str) -> Any:
@@ -118,8 +141,11 @@ def _dataset(path: pathlib.Path, suffix: str) -> Any:
     rules: dict[str, Any] = {"newlines_in_values": True}
     if suffix == ".tsv":
         rules = {"delimiter": "\t", "quote_char": False}
+    # Only a blank value is null, and neither "NA" nor a quoted text.
+    nulls = {"null_values": [""], "strings_can_be_null": True}
     table = dataset.CsvFileFormat(
         csv.ParseOptions(ignore_empty_lines=False, **rules),
+        convert_options=csv.ConvertOptions(quoted_strings_can_be_null=False, **nulls),
         read_options=csv.ReadOptions(block_size=_BLOCK_BYTES),
     )
     return dataset.dataset(path, format=table)

@@ -25,6 +25,8 @@ from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
 from jaxbucket.schedule.spread import Turns
 
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
+# The least share of a component.
+_LEAST_SHARE = 1e-12
 # The weights of all steps, or step -> the weights from this step on.
 Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
 
@@ -177,9 +179,11 @@ class Mixture(CombinedSchedule):
                 "number for each: a mapping if they have names, and a list otherwise."
             )
         listed = [check_float("weights", weight, least=0) for weight in weights]
-        if not any(listed):
+        least = min(filter(None, listed), default=0)
+        if least <= _LEAST_SHARE * sum(listed):
             raise ValueError(
-                "`weights` gives no component a share. Pass a positive one."
+                f"`weights={listed}`: pass at least one positive number, and 0 for a "
+                f"component whose share is at most {_LEAST_SHARE}."
             )
         return listed
 

@@ -32,7 +32,7 @@ def updater(
     def update(
         state: TrainState, grads: Any, sums: Metrics, variables: Values
     ) -> tuple[TrainState, Metrics]:
-        _check_state_of(tx, state.params, state.opt_state)
+        _check_state_of(tx, state)
         metrics = mean_metrics(sums)
         grads = _mean_gradients(grads, sums["weight"], state.params)
         updates, opt_state = tx.update(
@@ -63,15 +63,15 @@ def updater(
     return update
 
 
-def _check_state_of(tx: Any, params: Any, opt_state: Any) -> None:
+def _check_state_of(tx: Any, state: TrainState) -> None:
     """Raises a ValueError if a state was made with another optimizer."""
     try:
-        initial = jax.eval_shape(tx.init, params)
+        initial = jax.eval_shape(tx.init, state.params)
     except Exception:
         # The initial state depends on the values or the shardings of the parameters, so
         # its structure is not known.
         return
-    if _shapes(opt_state) != _shapes(initial):
+    if not state.has_optimizer or _shapes(state.opt_state) != _shapes(initial):
         raise ValueError(
             "`state` was made without an optimizer, or with another one than the step. "
             "Pass the same `tx` to `create_state(model, tx, mesh)` and "

@@ -253,6 +253,9 @@ def test_a_pass_continues_after_a_worker_or_the_parent_is_killed(tmp_path):
         [{"x": [1], "y": [1, 2]}],
         [[1, 2]],
         [{"x": [[1], [1, 2]]}],
+        [{"x": [{"role": "user"}]}],
+        [{"x": [{"role": "user"}, {"role": "model"}]}],
+        [{"x": np.array([[1], [1, 2]], object)}],
         [{"x": np.zeros((1, 7))}, {"x": np.zeros((1, 9))}],
     ],
 )

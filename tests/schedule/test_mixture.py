@@ -395,6 +395,7 @@ TRUNCATE = [
         ("weights", lambda x: Mixture([x], [0])),
         ("weights", lambda x: Mixture([x] * 2, [1, -2])),
         ("weights", lambda x: Mixture([x], [float("nan")])),
+        ("weights", lambda x: Mixture([x, x], [1e-300, 1])),
         ("weights", lambda x: Mixture([x], ["0.5"])),
         ("weights", lambda x: Mixture([x], [True])),
         ("weights", lambda x: Mixture([x] * 2, 1)),

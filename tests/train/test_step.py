@@ -1067,3 +1067,18 @@ def test_micro_batches_need_accumulate(mode):
             step(state, kind(micro_batches))
     state, _ = step(state, micro_batches[0])
     assert state.step == 1
+
+
+@pytest.mark.parametrize("made", [(), (optax.adam(0.1),)])
+def test_a_state_of_another_optimizer_is_refused(made):
+    mesh = jb.data_mesh()
+    plan = jb.BucketPlan.from_shapes([(8, 4)])
+    specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, np.float32)}, mesh)
+
+    def loss(params, batch, keys):
+        return (params["w"] * batch.features["x"]).sum(), batch.num_tokens
+
+    state = jb.create_state({"w": np.float32(1)}, *made, mesh=mesh)
+    step = jb.make_train_step(loss, optax.sgd(0.1), mesh)
+    with pytest.raises(ValueError, match="`state`"):
+        jb.compile_steps(step, state, specs)
