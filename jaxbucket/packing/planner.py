@@ -129,16 +129,9 @@ def plan_packing(
         sequences=tuple(lengths) if isinstance(lengths, Mapping) else (),
     )
     kept = _kept(lengths, limits)
-
-    def search_within(limits: Limits) -> RowSearch:
-        return RowSearch(kept, limits, max_segments_per_row, block_sparse)
-
-    rows = dataclasses.replace(limits, overlong="error")
-    search = search_within(rows)
-    several, single = search.search(num_buckets), search.single()
-    if (longer := _longer(rows, search.last, several)) is not None:
-        choice = search_within(longer).search(num_buckets)
-        several = _longer_if_better(several, choice)
+    several, single = _packed(
+        kept, limits, num_buckets, max_segments_per_row, block_sparse
+    )
     packed = min([several, single], key=lambda choice: choice.rank)
     padded, apart = _padded(kept, limits, num_buckets)
     is_packed = pack == "always"
@@ -169,6 +162,27 @@ def _kept(lengths: Any, limits: Limits) -> np.ndarray:
     if limits.max_seq_len is None:
         return check_lengths(lengths)[:, None]
     return kept_lengths(lengths, [limits.max_seq_len], limits.overlong)
+
+
+def _packed(
+    kept: np.ndarray,
+    limits: Limits,
+    num_buckets: int,
+    max_segments_per_row: int | None,
+    block_sparse: bool,
+) -> tuple[RowChoice, RowChoice]:
+    """Returns the best packed rows found, and those of a single T."""
+
+    def search_within(limits: Limits) -> RowSearch:
+        return RowSearch(kept, limits, max_segments_per_row, block_sparse)
+
+    rows = dataclasses.replace(limits, overlong="error")
+    search = search_within(rows)
+    several, single = search.search(num_buckets), search.single()
+    if (longer := _longer(rows, search.last, several)) is not None:
+        choice = search_within(longer).search(num_buckets)
+        several = _longer_if_better(several, choice)
+    return several, single
 
 
 def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -92,19 +92,13 @@ def report(
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
     flow = epoch_flow(plan, counts, remainder, together)
-    steps = -(-flow.num_batches * together // accumulate)
-    batches = flow.batches * together
-    # Empty batches complete the last step.
-    filler = plan.buckets.index(filler_bucket(plan))
-    batches[filler] += steps * accumulate - batches.sum()
+    steps, batches = _steps(plan, flow, accumulate, together)
     lost = (flow.dropped / np.maximum(counts, 1)) @ by_sequence
     kept = by_sequence.sum(axis=0) - np.rint(lost).astype(np.int64)
     tokens = by_sequence.sum(axis=1)
     real = int(kept.sum())
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
     in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
-    cut = (total_lengths(rows) - total_lengths(plan.truncated(rows)))[index >= 0]
-    cut = cut[cut > 0]
     split = int(np.count_nonzero(np.asarray(lengths) > plan.max_seq_len)) if full else 0
     return Report(
         buckets=_bucket_reports(plan, flow, batches, tokens),
@@ -116,16 +110,45 @@ def report(
         padding_in_rows=(in_rows - real) / max(padded, 1),
         padding_in_empty_rows=(padded - in_rows) / max(padded, 1),
         left_over_examples=int(flow.dropped.sum()),
-        dropped_examples=int(np.count_nonzero(index < 0)),
-        truncated_examples=len(cut),
-        truncated_tokens=int(cut.sum()),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         split_examples=split,
         chunks=split + full,
         sequence_tokens=tokens_by_name(plan.sequences, kept),
         wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, together)),
+        **_dropped_and_truncated(plan, rows, index),
     )
+
+
+def _steps(
+    plan: BucketPlan, flow: RowFlow, accumulate: int, together: int
+) -> tuple[int, np.ndarray]:
+    """Returns the steps of an epoch, and the batches of each bucket, `[K]` integers."""
+    steps = -(-flow.num_batches * together // accumulate)
+    batches = flow.batches * together
+    # Empty batches complete the last step.
+    filler = plan.buckets.index(filler_bucket(plan))
+    batches[filler] += steps * accumulate - batches.sum()
+    return steps, batches
+
+
+def _dropped_and_truncated(
+    plan: BucketPlan, rows: np.ndarray, index: np.ndarray
+) -> dict[str, Any]:
+    """Returns the fields of a `Report` about examples that are dropped or truncated.
+
+    Args:
+      plan: the shapes.
+      rows: `[N]` or `[N, Q]` integers, the lengths.
+      index: `[N]` integers, the bucket of each example, -1 for one that is dropped.
+    """
+    cut = (total_lengths(rows) - total_lengths(plan.truncated(rows)))[index >= 0]
+    cut = cut[cut > 0]
+    return {
+        "dropped_examples": int(np.count_nonzero(index < 0)),
+        "truncated_examples": len(cut),
+        "truncated_tokens": int(cut.sum()),
+    }
 
 
 def _wasteful_limits(
