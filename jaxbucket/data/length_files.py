@@ -61,6 +61,8 @@ def read_lengths(
             "module:function, a function that returns the lengths or a source."
         )
     with Noting(f"This is `{path}`."):
+        # The error of a missing file, of which pyarrow says only the name.
+        path.stat()
         if suffix in _NUMPY:
             read = _read_numpy(path, columns)
         else:

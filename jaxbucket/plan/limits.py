@@ -413,9 +413,9 @@ class Limits:
         else:
             budget = int(self._budgets(seq_lens)[bad])
         raise ValueError(
-            f"`max_tokens={budget!r}` does not hold {least} rows of `seq_len="
-            f"{self._named(seq_lens)[bad]!r}`. Raise `max_tokens` to {needed}, or "
-            "lower `max_seq_len`, `batch_size_multiple` or `min_batch_size`."
+            f"`max_tokens={budget!r}` does not hold {least} row{'s' * (least > 1)} of "
+            f"`seq_len={self._named(seq_lens)[bad]!r}`. Raise it to {needed}, or lower "
+            "`max_seq_len`, `batch_size_multiple` or `min_batch_size`."
         )
 
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -251,7 +252,9 @@ class LoaderIterator(grain.DatasetIterator[Example]):
 
     def close(self) -> None:
         """Moves the loader back to its beginning, if this iterator has moved it."""
-        if not self._closed and self._dataset.reader is self._token:
+        is_moved = not self._closed and self._dataset.reader is self._token
+        # Grain also closes iterators when Python exits and modules are gone.
+        if is_moved and not sys.is_finalizing():
             self._dataset.move()
         super().close()
 

@@ -80,6 +80,12 @@ def test_quotes_and_newlines_of_csv_but_not_of_tsv(write):
     assert read_lengths(tsv, ["text"], "characters")[0].tolist() == [6, 2]
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.npy"])
+def test_a_missing_file_is_reported(tmp_path, name):
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        read_lengths(tmp_path / name)
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
 @pytest.mark.parametrize("blank", ["\n", "\r\n\r\n", "\n" * 9000])
 def test_blank_lines_at_the_end_are_ignored(write, suffix, blank):
