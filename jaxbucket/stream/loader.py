@@ -253,8 +253,8 @@ class LoaderIterator(grain.DatasetIterator[Example]):
     def close(self) -> None:
         """Moves the loader back to its beginning, if this iterator has moved it."""
         is_moved = not self._closed and self._dataset.reader is self._token
-        # Grain also closes iterators when Python exits and modules are gone.
-        if is_moved and not sys.is_finalizing():
+        # Grain also closes iterators when Python exits, where modules become None.
+        if is_moved and sys is not None and not sys.is_finalizing():
             self._dataset.move()
         super().close()
 

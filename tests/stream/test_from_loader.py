@@ -5,6 +5,8 @@ Loaders of other libraries are tested where they are installed, for instance by
 """
 
 import itertools
+import subprocess
+import sys
 
 import grain
 import numpy as np
@@ -373,3 +375,27 @@ def test_another_loader_is_refused(name, change, num_read):
         return  # No element is read again.
     with pytest.raises(ValueError, match="`loader`"):
         iter(dataset(other)).set_state(state)
+
+
+OPEN_AT_EXIT = """
+import jaxbucket as jb
+
+class Loader(list):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+loader = Loader([{"x": [1]}, {"x": [2]}])
+stream = jb.stream.from_loader(loader, dict, resume=loader)
+plan = jb.plan_buckets([1], max_tokens=1)
+batches = iter(jb.stream_batches(stream, plan, pool_size=1))
+next(batches)
+"""
+
+
+def test_a_script_may_end_with_an_open_loader():
+    command = [sys.executable, "-c", OPEN_AT_EXIT]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not run.stderr
