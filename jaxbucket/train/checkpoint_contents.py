@@ -59,12 +59,8 @@ def _can_be_saved(leaf: Any) -> bool:
 
 def restore_args(state: Any) -> ocp.args.PyTreeRestore:
     """Returns what to ask Orbax for: the parts of a state that have leaves."""
-    # Empty nodes inside of them are kept, because empty optax states count as elements
-    # of a chain.
     tree = ocp.tree.serialize_tree(_abstract(state), keep_empty_nodes=True)
-    tree = _without_none(tree)
-    if isinstance(tree, dict):
-        tree = {name: part for name, part in tree.items() if jax.tree.leaves(part)}
+    tree = _with_leaves_only(tree)
     return ocp.args.PyTreeRestore(
         item=tree,
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
@@ -72,11 +68,17 @@ def restore_args(state: Any) -> ocp.args.PyTreeRestore:
     )
 
 
-def _without_none(tree: Any) -> Any:
-    """Returns nested dicts and lists without the None in dicts, as Orbax needs it."""
+def _with_leaves_only(tree: Any) -> Any:
+    """Returns nested dicts and lists without the parts of dicts that have no leaves.
+
+    Lists keep theirs, because empty optax states count as elements of a chain.
+    """
     if isinstance(tree, dict):
-        return {x: _without_none(y) for x, y in tree.items() if y is not None}
-    return [*map(_without_none, tree)] if isinstance(tree, list) else tree
+        parts = {name: part for name, part in tree.items() if jax.tree.leaves(part)}
+        return {name: _with_leaves_only(part) for name, part in parts.items()}
+    if isinstance(tree, list):
+        return [_with_leaves_only(x) if jax.tree.leaves(x) else x for x in tree]
+    return tree
 
 
 def find_difference(metadata: Any, state: Any) -> str | None:
