@@ -1,14 +1,17 @@
 """Meshes, the rows that each process loads for them, and batches as global arrays.
 
 The rows of a batch are sharded over the *batch axes* of a mesh and replicated over all
-other axes, such as those of the model.
+other axes, such as those of the model. Buckets with fewer rows than devices have their
+rows cut into equal parts over the last batch axes, the *row axes*.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +20,7 @@ import numpy as np
 from jaxbucket.base.batch import Batch, RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_positive
 from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
 from jaxbucket.data.collate import collate_rows
@@ -35,15 +39,18 @@ __all__ = [
     "replicate",
 ]
 
-Axes: TypeAlias = str | Sequence[str]
+Axes: TypeAlias = str | Sequence[str] | PartitionSpec | None
 Device: TypeAlias = jax.Device  # pyright: ignore
 _T = TypeVar("_T")
 
 DATA_AXIS = "data"
+_ROW_AXIS = "row"
 
 
-def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
-    """Returns a mesh with one axis, "data", which shards the rows of batches.
+def data_mesh(
+    devices: Sequence[Device] | None = None, *, max_row_shards: int = 1
+) -> Mesh:
+    """Returns a mesh whose axes all shard batches.
 
     Example:
       >>> mesh = data_mesh(jax.devices()[:1])
@@ -52,45 +59,115 @@ def data_mesh(devices: Sequence[Device] | None = None) -> Mesh:
 
     Args:
       devices: the devices in mesh order; by default all devices of all processes.
+      max_row_shards: the largest number of devices that may share a row. Above 1, the
+        mesh gets an axis "row1", "row2", ... for each prime factor of this number, over
+        the same devices in the same order. A bucket uses as few of them as its B and T
+        allow, the last ones first.
 
     Returns:
-      The mesh, with an axis of type `Auto`.
+      The mesh, with axes of type `Auto`: "data" and the row axes.
+
+    Raises:
+      ValueError: if `max_row_shards` does not divide the number of devices.
     """
     devices = jax.devices() if devices is None else devices
+    factors = _prime_factors(check_positive("max_row_shards", max_row_shards))
+    if len(devices) % max_row_shards:
+        raise ValueError(
+            f"`max_row_shards={max_row_shards}` must divide the number of devices, "
+            f"{len(devices)}."
+        )
+    names = (DATA_AXIS, *(f"{_ROW_AXIS}{i + 1}" for i in range(len(factors))))
     # Explicit axes, the default in some releases, make a plain embedding lookup fail.
-    return jax.make_mesh(
-        (len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices
+    types = (AxisType.Auto,) * len(names)
+    flat = jax.make_mesh(
+        (len(devices),), names[:1], axis_types=types[:1], devices=devices
     )
+    # `jax.make_mesh` cannot lay out many small axes on a torus.
+    shape = (len(devices) // max_row_shards, *factors)
+    return Mesh(flat.devices.reshape(shape), names, axis_types=types)
 
 
-def batch_sharding(mesh: Mesh, batch_axes: Axes = DATA_AXIS) -> NamedSharding:
-    """Returns the sharding of the leading axis over the batch axes.
+def _prime_factors(number: int) -> list[int]:
+    """Returns the prime factors of a number in ascending order."""
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
+
+
+def batch_sharding(
+    mesh: Mesh, batch_axes: Axes = None, *, bucket: Bucket | None = None
+) -> NamedSharding:
+    """Returns the sharding of an array `[B, T, ...]` over the batch axes.
 
     Args:
       mesh: the mesh.
-      batch_axes: the mesh axes that shard the rows.
+      batch_axes: the mesh axes over which batches are sharded. In a `PartitionSpec`,
+        the second entry names row axes: `PartitionSpec("data", "row1")`. By default
+        "data", and "row1", "row2", ... as row axes if the mesh has them.
+      bucket: the bucket of the batch, which says into how many parts rows are cut; by
+        default they are whole.
 
     Raises:
-      ValueError: if the mesh lacks one of the axes.
+      ValueError: if the mesh lacks one of the axes, or its devices cannot divide the
+        bucket.
     """
-    return NamedSharding(mesh, PartitionSpec(axis_names(mesh, batch_axes)))
+    rows, columns = _divided_axes(mesh, batch_axes)
+    names = rows + columns
+    cut = 1
+    if bucket is not None:
+        cut = rows_of_devices(mesh, mesh.devices.flat, batch_axes).cut(bucket)
+    first = len(names)
+    while cut > 1:
+        first -= 1
+        cut //= mesh.shape[names[first]]
+    spec = [names[:first], names[first:]] if first < len(names) else [names]
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the batch axes as a tuple.
+    """Returns the batch axes, including row axes, as a tuple.
 
     Raises:
       ValueError: if `mesh` is not a mesh or lacks one of the axes.
     """
+    rows, columns = _divided_axes(mesh, batch_axes)
+    return rows + columns
+
+
+def _divided_axes(
+    mesh: Mesh, batch_axes: Axes
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes that only shard rows, and the row axes."""
     check_mesh(mesh)
-    names = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    columns: Any = ()
+    if batch_axes is None:
+        rows: Any = DATA_AXIS
+        columns = tuple(
+            name
+            for name in mesh.axis_names
+            if name.startswith(_ROW_AXIS) and name[len(_ROW_AXIS) :].isdigit()
+        )
+    elif isinstance(batch_axes, PartitionSpec):
+        rows, columns = (*batch_axes, None, None)[:2]
+    else:
+        rows = batch_axes
+    rows, columns = (
+        (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axes in (rows, columns)
+    )
+    names = rows + columns
     known = [name for name in names if name in mesh.axis_names]
     if not names or len(set(known)) < len(names):
         raise ValueError(
             f"`batch_axes={batch_axes!r}`, but the mesh has axes {mesh.axis_names}. "
             "Pass one or more of them, without repetition."
         )
-    return names
+    return rows, columns
 
 
 def check_mesh(mesh: Any) -> None:
@@ -102,7 +179,7 @@ def check_mesh(mesh: Any) -> None:
         )
 
 
-def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
+def local_rows(mesh: Mesh, *, batch_axes: Axes = None) -> RowShard:
     """Returns the rows of every global batch that the devices of this process hold.
 
     They are derived from the sharding of batches over the mesh. This handles
@@ -116,7 +193,7 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
 
     Args:
       mesh: the mesh over which batches are sharded.
-      batch_axes: the mesh axes that shard the rows.
+      batch_axes: the mesh axes over which batches are sharded, as for `batch_sharding`.
 
     Returns:
       The rows, for `batch_dataset` and `stream_batches`.
@@ -124,32 +201,36 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = DATA_AXIS) -> RowShard:
     Raises:
       ValueError: if the mesh lacks one of the axes, or has no device of this process.
     """
-    axes = axis_names(mesh, batch_axes)
-    return rows_of_devices(mesh, mesh.local_devices, axes)
+    return rows_of_devices(mesh, mesh.local_devices, batch_axes)
 
 
 def rows_of_devices(
-    mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = DATA_AXIS
+    mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = None
 ) -> RowShard:
     """Returns the rows of every global batch that some devices of the mesh hold."""
+    _, columns = _divided_axes(mesh, batch_axes)
     names = axis_names(mesh, batch_axes)
     num_parts = math.prod(mesh.shape[name] for name in names)
     # In an array with one row per part, the row of a device is the index of its part.
-    indices = batch_sharding(mesh, names).devices_indices_map((num_parts,))
+    sharding = NamedSharding(mesh, PartitionSpec(names))
+    indices = sharding.devices_indices_map((num_parts,))
     parts = {indices[device][0].indices(num_parts)[0] for device in devices}
     if not parts:
         raise ValueError(
             "No device of the mesh belongs to this process. Build the mesh from "
             "`jax.devices()`, the devices of all processes."
         )
-    return RowShard(tuple(sorted(parts)), num_parts, names)
+    sizes = [mesh.shape[name] for name in reversed(columns)]
+    cuts = tuple(itertools.accumulate((1, *sizes), operator.mul))
+    return RowShard(tuple(sorted(parts)), num_parts, names, tuple(dict.fromkeys(cuts)))
 
 
 def prefetch_to_mesh(
     batches: Iterable[_T],
     mesh: Mesh,
     *,
-    batch_axes: Axes = DATA_AXIS,
+    batch_axes: Axes = None,
+    buckets: Iterable[Bucket] | None = None,
     size: int = 2,
 ) -> Iterator[_T]:
     """Yields local numpy batches as batches of global `jax.Array`s, `size` ahead.
@@ -168,7 +249,9 @@ def prefetch_to_mesh(
       batches: batches of the rows `local_rows(mesh)`: a dataset of `batch_dataset`, or
         any iterable.
       mesh: the mesh over which batches are sharded.
-      batch_axes: the mesh axes that shard the rows.
+      batch_axes: the mesh axes over which batches are sharded, as for `batch_sharding`.
+      buckets: the buckets of the global batches; required only if devices of several
+        processes may share a row.
       size: the number of batches to transfer ahead of the current one.
 
     Yields:
@@ -179,14 +262,13 @@ def prefetch_to_mesh(
         this process, or a number does not fit into its dtype on devices.
       TypeError: if jax does not have a dtype, with a note that names the array.
     """
-    shard = local_rows(mesh, batch_axes=batch_axes)
-    sharding = batch_sharding(mesh, batch_axes)
+    to_mesh = _ToMesh(mesh, batch_axes, buckets)
 
     # Transfers are asynchronous, so a queue of their results is enough to overlap them.
     def to_global(batch: Any) -> Any:
         if isinstance(batch, Batch):
-            return _to_global(batch, shard, sharding)
-        return tuple(_to_global(part, shard, sharding) for part in batch)
+            return to_mesh(batch)
+        return tuple(map(to_mesh, batch))
 
     return prefetch(map(to_global, batches), size)
 
@@ -200,33 +282,80 @@ def prefetch(items: Iterator[_T], size: int) -> Iterator[_T]:
     yield from queue
 
 
-def _to_global(batch: Batch, shard: RowShard, sharding: NamedSharding) -> Batch:
-    num_local = batch.bucket.batch_size
-    if num_local % len(shard.parts):
-        raise ValueError(
-            f"A local batch has {num_local} rows, which is not a multiple of the "
-            f"{len(shard.parts)} parts of this process. Load the rows of "
-            "`jb.sharding.local_rows(mesh)`."
-        )
-    part_size = num_local // len(shard.parts)
-    # The position of each part of the global batch in the local batch.
-    slots = {part: slot for slot, part in enumerate(shard.parts)}
+class _ToMesh:
+    """Turns batches with the rows of this process into global batches."""
 
-    def to_global(path: Any, leaf: np.ndarray) -> jax.Array:
-        name = f"batch{jax.tree_util.keystr(path)}"
-        leaf = _as_on_device(name, leaf)
+    def __init__(self, mesh: Mesh, batch_axes: Axes, buckets: Iterable[Bucket] | None):
+        self._mesh, self._batch_axes = mesh, batch_axes
+        self._shard = local_rows(mesh, batch_axes=batch_axes)
+        self._shapes = None
+        if buckets is not None:
+            self._shapes = {(x.batch_size, x.seq_len) for x in buckets}
 
-        def rows_for_device(index: Any) -> np.ndarray:
-            start = slots[(index[0].start or 0) // part_size] * part_size
-            # Copied, because jax on CPU may share memory with numpy arrays, and
-            # loaders reuse their arrays.
-            return leaf[start : start + part_size].copy()
+    def __call__(self, batch: Batch) -> Batch:
+        bucket = self._global_bucket(batch.bucket)
+        sharding = batch_sharding(self._mesh, self._batch_axes, bucket=bucket)
+        shard = self._shard.of(bucket)
+        part_size = shard.part_size(bucket.batch_size)
+        # The position of each part of the global batch in the local batch.
+        slots = {part: slot for slot, part in enumerate(shard.parts)}
 
-        shape = (part_size * shard.num_parts, *leaf.shape[1:])
-        with Noting(f"This is `{name}`."):
-            return jax.make_array_from_callback(shape, sharding, rows_for_device)
+        def to_global(path: Any, leaf: np.ndarray) -> jax.Array:
+            name = f"batch{jax.tree_util.keystr(path)}"
+            leaf = _as_on_device(name, leaf)
 
-    return jax.tree.map_with_path(to_global, batch)
+            def part_for_device(index: Any) -> np.ndarray:
+                start = slots[(index[0].start or 0) // part_size] * part_size
+                # Copied, because jax on CPU may share memory with numpy arrays, and
+                # loaders reuse their arrays.
+                return leaf[start : start + part_size, *index[1:]].copy()
+
+            shape = (bucket.batch_size, *leaf.shape[1:])
+            with Noting(f"This is `{name}`."):
+                return jax.make_array_from_callback(
+                    shape, _of_array(sharding, shape, bucket), part_for_device
+                )
+
+        return jax.tree.map_with_path(to_global, batch)
+
+    def _global_bucket(self, local: Bucket) -> Bucket:
+        """Returns the bucket of the global batch of which a batch has some rows."""
+        found = []
+        for cut in self._shard.cuts:
+            num_parts = self._shard.num_parts // cut
+            parts = {part // cut for part in self._shard.parts}
+            if local.batch_size % len(parts):
+                continue
+            batch_size = local.batch_size // len(parts) * num_parts
+            bucket = dataclasses.replace(local, batch_size=batch_size)
+            shape = batch_size, bucket.seq_len
+            if self._shapes is None or shape in self._shapes:
+                if self._shard.can_cut(bucket) == cut:
+                    found.append(bucket)
+        if len(found) != 1:
+            candidates = f", which may belong to {found}" if found else ""
+            raise ValueError(
+                f"A local batch has {local.batch_size} rows of {local.seq_len} "
+                f"positions{candidates}. This process has parts {self._shard.parts} "
+                f"of {self._shard.num_parts}. Load the rows of "
+                "`jb.sharding.local_rows(mesh)`, and pass `buckets=plan.buckets` if "
+                "processes share rows."
+            )
+        return found[0]
+
+
+def _of_array(
+    sharding: NamedSharding, shape: tuple[int, ...], bucket: Bucket
+) -> NamedSharding:
+    """Returns the sharding of an array, which is cut if it has an axis T."""
+    sizes = (
+        {bucket.seq_len}
+        if isinstance(bucket.seq_len, int)
+        else {*bucket.seq_len.values()}
+    )
+    if len(sharding.spec) < 2 or (len(shape) > 1 and shape[1] in sizes):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
 
 
 def _device_dtype(dtype: np.dtype) -> np.dtype:
@@ -303,7 +432,7 @@ def batch_specs(
     example: Example,
     mesh: Mesh,
     *,
-    batch_axes: Axes = DATA_AXIS,
+    batch_axes: Axes = None,
     sequences: Sequences = None,
     max_segments: int | None = None,
     component: str | None = None,
@@ -322,7 +451,7 @@ def batch_specs(
       plan: the plan of the batches.
       example: any example of the source, for its features and dtypes.
       mesh: the mesh over which batches are sharded.
-      batch_axes: the mesh axes that shard the rows.
+      batch_axes: the mesh axes over which batches are sharded, as for `batch_sharding`.
       sequences: the features that are padded; by default all with a leading axis. A
         mapping from names to features if examples have several sequences, each with
         its own length, as for `collate_rows`.
@@ -337,17 +466,19 @@ def batch_specs(
     Raises:
       ValueError: if the batch axes do not divide the B of a bucket.
     """
-    sharding = batch_sharding(mesh, batch_axes)
-    shard = rows_of_devices(mesh, mesh.devices.flat, batch_axes)
-
-    def spec(leaf: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = _device_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
     specs = {}
     for bucket in plan.buckets:
-        # Raises if the batch axes do not divide the batch size.
-        shard.part_size(bucket.batch_size)
+        sharding = batch_sharding(mesh, batch_axes, bucket=bucket)
+
+        def spec(
+            leaf: np.ndarray, bucket: Bucket = bucket, whole: NamedSharding = sharding
+        ) -> jax.ShapeDtypeStruct:
+            dtype, sharding = (
+                _device_dtype(leaf.dtype),
+                _of_array(whole, leaf.shape, bucket),
+            )
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
         empty = collate_rows(
             [],
             bucket,

@@ -9,6 +9,7 @@ weights of losses on packed rows, and `sums` adds up numbers of each example.
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
+    from jaxbucket.attention.exchange import exchange_heads as exchange_heads
     from jaxbucket.attention.left_padding import left_padded as left_padded
     from jaxbucket.attention.left_padding import right_padded as right_padded
     from jaxbucket.attention.masks import attention_mask as attention_mask

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbucket.attention import blockwise, splash
+from jaxbucket.attention.exchange import exchange_heads
 from jaxbucket.base.checks import check_choice
 
 Implementation: TypeAlias = Literal["blockwise", "splash"]
@@ -62,23 +63,33 @@ def segment_attention(
     _check(query, key, value, segment_ids)
     if implementation is not None:
         check_choice("implementation", implementation, get_args(Implementation))
-    if implementation is None:
-        implementation = "splash" if _is_for_one_tpu() else "blockwise"
-    if implementation == "splash":
-        attend = splash.attend
-    else:
-        block = blockwise.GPU_BLOCK if _is_for_gpus() else blockwise.BLOCK
-        attend = functools.partial(blockwise.attend, block=block)
     if isinstance(scale, jax.Array):
         # The scale may be a tracer, but the kernels require a number.
         query, scale = query * scale.astype(query.dtype), 1.0
-    output = attend(
-        *(query, key, value, segment_ids),
+    attend = functools.partial(
+        _attend,
         is_causal=is_causal,
         # A numpy scalar would promote the logits to float64.
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        implementation=implementation,
     )
+    output = exchange_heads(attend)(query, key, value, segment_ids)
     return jnp.where(segment_ids[..., None, None] > 0, output, 0)
+
+
+def _attend(
+    *arrays: jax.Array,
+    is_causal: bool,
+    scale: float,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """Returns attention within segments, by the best implementation for the devices."""
+    if implementation is None:
+        implementation = "splash" if _is_for_one_tpu() else "blockwise"
+    if implementation == "splash":
+        return splash.attend(*arrays, is_causal=is_causal, scale=scale)
+    block = blockwise.GPU_BLOCK if _is_for_gpus() else blockwise.BLOCK
+    return blockwise.attend(*arrays, is_causal=is_causal, scale=scale, block=block)
 
 
 def _is_for_one_tpu() -> bool:

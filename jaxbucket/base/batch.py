@@ -10,6 +10,7 @@ Three kinds of index are used throughout:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -47,15 +48,19 @@ class RowShard:
     A mesh shards the B rows into `num_parts` equal, contiguous parts, and the devices
     of this process hold the given `parts`. Two processes may need the same part, for
     example if a model axis spans hosts. The parts of a process need not be adjacent.
+    If devices may share rows, adjacent parts are joined for buckets with few rows.
 
     Example:
       >>> RowShard(parts=(0, 3), num_parts=4).rows(8)
       array([0, 1, 6, 7])
+      >>> RowShard((0, 3), num_parts=4, cuts=(1, 2, 4)).of(Bucket(2, 8)).num_parts
+      2
 
     Attributes:
       parts: the indices of the parts to load, ascending.
       num_parts: the number of parts of a batch.
       axes: the mesh axes that shard the batch, for error messages.
+      cuts: the numbers of devices that may share a row, ascending.
 
     Raises:
       ValueError: if `parts` are not ascending integers in `[0, num_parts)`.
@@ -64,6 +69,7 @@ class RowShard:
     parts: tuple[int, ...] = (0,)
     num_parts: int = 1
     axes: tuple[str, ...] = ()
+    cuts: tuple[int, ...] = (1,)
 
     def __post_init__(self):
         number = check_positive("num_parts", self.num_parts)
@@ -72,6 +78,48 @@ class RowShard:
         object.__setattr__(self, "parts", tuple(parts))
         if not parts or parts != sorted({*parts}) or parts[0] < 0:
             raise ValueError(f"`parts={parts}`: pass indices that increase from 0 on.")
+
+    def can_cut(self, bucket: Bucket) -> int | None:
+        """Returns how many devices share a row; None if B and T allow no number."""
+        sizes = bucket.seq_len.values() if isinstance(bucket.seq_len, Mapping) else ()
+        for cut in self.cuts:
+            num_parts = self.num_parts // cut
+            if bucket.batch_size % num_parts == 0:
+                if not any(T % cut for T in sizes or (bucket.seq_len,)):
+                    return cut
+        return None
+
+    def cut(self, bucket: Bucket) -> int:
+        """Returns the number of devices that share a row of a bucket.
+
+        It is the smallest one for which the devices divide B, and T of every sequence.
+
+        Raises:
+          ValueError: if there is none.
+        """
+        cut = self.can_cut(bucket)
+        if cut is not None:
+            return cut
+        if len(self.cuts) == 1:
+            self.part_size(bucket.batch_size)
+        raise ValueError(
+            f"{bucket} cannot be divided over {self.num_parts} devices along the mesh "
+            f"axes {self.axes}, of which up to {self.cuts[-1]} may share a row. Plan "
+            "with a larger `batch_size_multiple`, or with a `seq_len_multiple` of "
+            f"{self.cuts[-1]}."
+        )
+
+    def of(self, bucket: Bucket) -> RowShard:
+        """Returns the shard of the batches of a bucket, in which no parts are joined.
+
+        Raises:
+          ValueError: if the devices cannot divide the bucket.
+        """
+        cut = self.cut(bucket)
+        if cut == 1:
+            return self
+        parts = tuple(sorted({part // cut for part in self.parts}))
+        return RowShard(parts, self.num_parts // cut, self.axes)
 
     def part_size(self, batch_size: int) -> int:
         """Returns the number of rows of one part.

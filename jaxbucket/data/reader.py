@@ -95,7 +95,7 @@ class BatchReader:
                 "pass `jb.data.split_source(source, ...)` if its chunks were measured."
             )
         for bucket in self.schedule.buckets:
-            self.shard.part_size(bucket.batch_size)
+            self.shard.cut(bucket)
         check_transform(self.transform)
         self._set("pad_value", check_pad_value(self.pad_value))
         if isinstance(source, ZippedSource):
@@ -173,7 +173,7 @@ class BatchReader:
           draws: the random numbers for the examples.
           step: the step of the run, for messages.
         """
-        local = self.shard.rows(indices.bucket.batch_size)
+        local = self.shard.of(indices.bucket).rows(indices.bucket.batch_size)
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         policies = {

@@ -56,7 +56,7 @@ class BatchSampler:
         self._schedule = schedule
         self._shard = checked_shard(shard)
         for bucket in schedule.buckets:
-            self._shard.part_size(bucket.batch_size)
+            self._shard.cut(bucket)
         self.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -85,5 +85,6 @@ class BatchSampler:
     def _batches(self) -> Iterator[tuple[list[int], Bucket]]:
         for step in range(*self._steps()):
             for batch in self._schedule.micro_batches(step):
-                rows = batch.rows[self._shard.rows(batch.bucket.batch_size)]
+                shard = self._shard.of(batch.bucket)
+                rows = batch.rows[shard.rows(batch.bucket.batch_size)]
                 yield rows[rows != EMPTY_ROW].tolist(), batch.bucket

@@ -35,7 +35,6 @@ from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.limits import Limits
 from jaxbucket.sharding import (
-    DATA_AXIS,
     Axes,
     batch_specs,
     local_rows,
@@ -135,7 +134,7 @@ def calibrate(
     mesh: Mesh,
     *,
     repeats: int = 5,
-    batch_axes: Axes = DATA_AXIS,
+    batch_axes: Axes = None,
     sequences: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Calibration:
@@ -166,7 +165,8 @@ def calibrate(
       example: any example of the source; batches contain it truncated or repeated.
       mesh: the mesh on which batches are sharded.
       repeats: how often each shape is timed.
-      batch_axes: the mesh axes over which rows are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for
+        `batch_sharding`.
       sequences: the features that are padded, by default all with a leading axis.
       progress: whether to show progress bars on a terminal.
 
@@ -202,10 +202,10 @@ def calibrate(
     steps = compile_steps(step_fn, state, specs, workers=1, progress=progress)
     shard = local_rows(mesh, batch_axes=batch_axes)
     local = (
-        _full_batch(example, len(shard.rows(x.batch_size)), x, sequences)
+        _full_batch(example, len(shard.of(x).rows(x.batch_size)), x, sequences)
         for x in shapes
     )
-    batches = list(prefetch_to_mesh(local, mesh, batch_axes=batch_axes))
+    batches = list(prefetch_to_mesh(local, mesh, batch_axes=batch_axes, buckets=shapes))
     seconds: list[list[float]] = []
     state = _copy(state)
     with progress_bar(progress) as bar:

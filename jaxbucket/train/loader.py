@@ -24,7 +24,6 @@ from jaxbucket.data.transform import Transform
 from jaxbucket.data.workers import load_in_workers
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import (
-    DATA_AXIS,
     Axes,
     batch_specs,
     local_rows,
@@ -64,7 +63,8 @@ class MeshLoader:
         `math.inf` for an endless run. By default the end of the epoch of `start_step`.
       num_epochs: the length of the run in epochs of the schedule, as an alternative to
         `num_steps`.
-      batch_axes: the mesh axes over which rows are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for
+        `batch_sharding`.
       sequences: the features that are padded; by default those that the source
         declares, as a token file does, or else all features with a leading axis. For
         several sequences with lengths of their own, a mapping from sequence name to
@@ -87,7 +87,8 @@ class MeshLoader:
     Attributes:
       dataset: the rows of this process, a `grain.MapDataset` of numpy batches.
       mesh: the mesh on which batches are sharded.
-      batch_axes: the mesh axes over which rows are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for
+        `batch_sharding`.
 
     Raises:
       ValueError: if the source does not have one example for each length, the batch
@@ -107,7 +108,7 @@ class MeshLoader:
         start_step: int = 0,
         num_steps: float | None = None,
         num_epochs: int | None = None,
-        batch_axes: Axes = DATA_AXIS,
+        batch_axes: Axes = None,
         sequences: Sequences = None,
         pad_value: PadValue = 0,
         transform: Transform | None = None,
@@ -148,6 +149,7 @@ class MeshLoader:
             self._load(self.dataset),
             self.mesh,
             batch_axes=self.batch_axes,
+            buckets=self.schedule.buckets,
             size=self._prefetch,
         )
 

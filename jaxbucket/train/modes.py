@@ -13,12 +13,18 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.attention.row_layout import RowLayout, layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
 from jaxbucket.sharding import Axes, axis_names
-from jaxbucket.train.pmap import DEVICES, PmapStep, check_one_axis
+from jaxbucket.train.pmap import (
+    DEVICES,
+    PmapStep,
+    check_one_axis,
+    check_whole_rows,
+)
 from jaxbucket.train.state import checked_state
 
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
@@ -60,7 +66,80 @@ def jit_step(
     """
     if mode == "pmap":
         return PmapStep(fn, mesh, donate)
-    return jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
+    return JitStep(fn, mesh, mode, donate, out_shardings)
+
+
+class JitStep:
+    """Runs `fn(*replicated, batch)`, which knows how rows are divided over devices.
+
+    The layout of a batch cannot be seen while a function is traced, so it is a static
+    argument of the program. This object can be called, traced and lowered like the
+    result of `jax.jit`.
+
+    Args:
+      fn: the function.
+      mesh: the mesh on which batches are sharded.
+      mode: "jit" or "shard_map".
+      donate: the indices of the arguments that are donated.
+      out_shardings: the shardings of the results.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        mode: Mode,
+        donate: tuple[int, ...],
+        out_shardings: Any,
+    ):
+        functools.update_wrapper(self, fn)
+        self._mesh, self._mode = mesh, mode
+
+        def of_layout(layout: RowLayout | None, *args: Any) -> Any:
+            with row_layout(layout):
+                return fn(*args)
+
+        of_layout.__name__ = self.__name__
+        self._jitted = jax.jit(
+            of_layout,
+            static_argnums=0,
+            donate_argnums=tuple(index + 1 for index in donate),
+            out_shardings=out_shardings,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(self._layout(*args), *args)
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """Traces the step for arguments of these shapes."""
+        return self._jitted.trace(self._layout(*args), *args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """Traces and lowers the step for arguments of these shapes."""
+        return self._jitted.lower(self._layout(*args), *args)
+
+    def _layout(self, *args: Any) -> RowLayout | None:
+        *states, batch = args
+        layout = layout_of(batch, self._mesh)
+        if self._mode == "jit" or layout is None:
+            return layout
+        check_whole_rows(layout, self._mode)
+        _check_not_gathered(states, layout)
+        return None
+
+
+def _check_not_gathered(states: Any, layout: RowLayout) -> None:
+    """Raises a ValueError if a state is sharded over the devices of different rows."""
+    for path, leaf in jax.tree.leaves_with_path(states):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            shared = {*jax.tree.leaves(tuple(sharding.spec))} & {*layout.rows}
+            if shared:
+                raise ValueError(
+                    f"The state{jax.tree_util.keystr(path[1:])} is sharded over "
+                    f"{sorted(shared)}, axes that shard batches. `mode='shard_map'` "
+                    "would gather the whole state on every device. Use 'jit'."
+                )
 
 
 def over_rows(

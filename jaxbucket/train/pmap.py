@@ -18,6 +18,8 @@ import jax
 from jax.core import ShapedArray
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxbucket.attention.row_layout import RowLayout, layout_of
+
 DEVICES = "devices"
 
 
@@ -41,6 +43,16 @@ def check_one_axis(mesh: Mesh, axes: tuple[str, ...]) -> None:
         )
 
 
+def check_whole_rows(layout: RowLayout | None, mode: str) -> None:
+    """Raises a ValueError if a batch has rows that several devices share."""
+    if layout is not None and layout.columns:
+        raise ValueError(
+            f"`mode={mode!r}` runs the loss on the rows of one device, but "
+            f"{layout.num_cuts} devices share each row of this batch. Use 'jit', or a "
+            "`data_mesh()` without `max_row_shards`."
+        )
+
+
 class PmapStep:
     """Runs `fn(*replicated, batch)` on the rows of every device.
 
@@ -57,6 +69,7 @@ class PmapStep:
         self, fn: Callable[..., Any], mesh: Mesh, donate: tuple[int, ...] = ()
     ):
         functools.update_wrapper(self, fn)
+        self._mesh = mesh
         num_replicated = len(inspect.signature(fn).parameters) - 1
         # `jax.pmap` itself would return arrays of this process only.
         self._mapped = jax.pmap(
@@ -82,6 +95,7 @@ class PmapStep:
     def lower(self, *args: Any) -> PmapLowered:
         """Traces the step for arguments of these shapes."""
         *replicated, batch = args
+        check_whole_rows(layout_of(batch, self._mesh), "pmap")
         with_axis = jax.eval_shape(self._put_axis, batch)
         # With several processes, pmap would turn a `ShapeDtypeStruct` into an array. It
         # leaves a `ShapedArray` unchanged.

@@ -18,7 +18,7 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import unbatch
-from jaxbucket.sharding import DATA_AXIS, Axes, prefetch
+from jaxbucket.sharding import Axes, prefetch
 from jaxbucket.train.modes import Mode, checked_axes, jit_step, over_rows
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
@@ -32,7 +32,7 @@ def make_predict_step(
     mesh: Mesh,
     *,
     mode: Mode = "jit",
-    batch_axes: Axes = DATA_AXIS,
+    batch_axes: Axes = None,
 ) -> Callable[[TrainState, Batch], Batch]:
     """Returns a jitted step that returns the outputs of all rows to every process.
 
@@ -56,7 +56,8 @@ def make_predict_step(
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices: "jit", "shard_map" or "pmap". Results are
         equal.
-      batch_axes: the mesh axes over which rows are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for
+        `batch_sharding`.
 
     Returns:
       `(state, batch) -> Batch`, with the outputs as features, replicated on all

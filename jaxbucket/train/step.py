@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_function, check_seed
-from jaxbucket.sharding import DATA_AXIS, Axes
+from jaxbucket.sharding import Axes
 from jaxbucket.train.accumulation import accumulating_step
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
@@ -29,7 +29,7 @@ def make_train_step(
     *,
     accumulate: bool = False,
     mode: Mode = "jit",
-    batch_axes: Axes = DATA_AXIS,
+    batch_axes: Axes = None,
     seed: int = 0,
     state_sharding: Any = None,
     skip_nonfinite: bool = False,
@@ -72,7 +72,8 @@ def make_train_step(
         with variables that their forward pass changes, such as batch statistics, need
         "jit". There every micro-batch sees the variables that the one before has
         changed, and a micro-batch without examples changes none.
-      batch_axes: the mesh axes over which rows are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for
+        `batch_sharding`.
       seed: the seed of the dropout keys.
       state_sharding: sharding of the state, or a tree of shardings; by default
         replicated. "pmap" supports a replicated state only.
@@ -145,7 +146,7 @@ def make_eval_step(
     mesh: Mesh,
     *,
     mode: Mode = "jit",
-    batch_axes: Axes = DATA_AXIS,
+    batch_axes: Axes = None,
 ) -> Callable[[TrainState, Batch], Metrics]:
     """Returns a jitted evaluation step over a mesh: `(state, batch) -> metrics`.
 
@@ -168,7 +169,8 @@ def make_eval_step(
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices: "jit", "shard_map" or "pmap". Results are
         equal.
-      batch_axes: the mesh axes over which rows are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for
+        `batch_sharding`.
 
     Returns:
       The step. Its metrics are "loss" (`loss_sum / weight`), "loss_sum", "weight",

@@ -1,0 +1,96 @@
+"""How a step divides the rows of its batch over devices, known while it is traced.
+
+Rows are sharded over some axes of a mesh. A row of a long bucket may also be cut into
+equal parts, its columns, over further axes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from jaxbucket.base.batch import Batch
+
+
+class RowLayout(NamedTuple):
+    """The devices of the rows of a batch, and of the parts of each row.
+
+    Attributes:
+      mesh: the mesh on which the batch is sharded.
+      rows: the mesh axes over which rows are sharded.
+      columns: the mesh axes over which each row is cut; empty if rows are whole.
+      heads: the mesh axes over which the heads of a model are sharded, if these are
+        known.
+    """
+
+    mesh: Mesh | AbstractMesh
+    rows: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    @property
+    def num_row_shards(self) -> int:
+        """The number of shards of the rows of a batch."""
+        return math.prod(self.mesh.shape[name] for name in self.rows)
+
+    @property
+    def num_cuts(self) -> int:
+        """The number of devices that share a row."""
+        return math.prod(self.mesh.shape[name] for name in self.columns)
+
+
+_current: contextvars.ContextVar[RowLayout | None] = contextvars.ContextVar(
+    "row_layout", default=None
+)
+
+
+@contextlib.contextmanager
+def row_layout(layout: RowLayout | None) -> Iterator[None]:
+    """Makes a layout the current one while a step is traced."""
+    token = _current.set(layout)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_layout() -> RowLayout | None:
+    """Returns the layout of the batch of the step that is traced, if it is known."""
+    return _current.get()
+
+
+def explicit_layout(x: jax.Array) -> RowLayout | None:
+    """Returns the layout of an array `[B, T, N, H]` on a mesh with explicit axes."""
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    axes = (_names(entry) for entry in (*sharding.spec, None, None, None)[:3])
+    return RowLayout(sharding.mesh, *axes)
+
+
+def layout_of(batch: Any, mesh: Mesh) -> RowLayout | None:
+    """Returns the layout of a batch, or of its specification, on a mesh.
+
+    It is None if a single device has all rows, or if the batch is not on the mesh.
+    """
+    if not isinstance(batch, Batch) or mesh.size == 1:
+        return None
+    leaf = next(iter(batch.segment_ids.values()))
+    sharding = None
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+        return None
+    rows, columns = (*sharding.spec, None, None)[:2]
+    return RowLayout(mesh, _names(rows), _names(columns))
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    """Returns an entry of a `PartitionSpec` as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
