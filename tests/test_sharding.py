@@ -433,3 +433,86 @@ def test_a_loader_may_reuse_its_buffers(num_devices):
         for b in jb.sharding.prefetch_to_mesh(reusing(), mesh)
     ]
     assert got == [[0], [1], [2], [3], [4]]
+
+
+# (B, T) -> the number of devices that share a row, of eight.
+CUTS = {(16, 3): 1, (8, 7): 1, (4, 6): 2, (12, 8): 2, (2, 12): 4, (1, 8): 8, (3, 16): 8}
+
+
+@pytest.mark.parametrize("permutation", PERMUTATIONS)
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 8])
+def test_a_host_loads_the_whole_rows_of_which_its_devices_hold_a_part(
+    num_hosts, permutation
+):
+    mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=8)
+    if permutation is not None:
+        devices = np.random.default_rng(permutation).permutation(mesh.devices.flat)
+        mesh = jb.data_mesh(devices.tolist(), max_row_shards=8)
+    for (batch_size, seq_len), cut in CUTS.items():
+        bucket = jb.Bucket(batch_size, seq_len)
+        sharding = batch_sharding(mesh, bucket=bucket)
+        assigned = sharding.devices_indices_map((batch_size, seq_len))
+        for host in make_hosts(num_hosts):
+            shard = rows_of_devices(mesh, host)
+            assert shard.cut(bucket) == cut
+            needed = {
+                row for x in host for row in range(*assigned[x][0].indices(batch_size))
+            }
+            assert shard.of(bucket).rows(batch_size).tolist() == sorted(needed)
+            widths = {len(range(*assigned[x][1].indices(seq_len))) for x in host}
+            assert widths == {seq_len // cut}
+
+
+def test_batches_of_cut_rows_have_the_values_of_whole_rows():
+    mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=4)
+    assert dict(mesh.shape) == {"data": 2, "row1": 2, "row2": 2}
+    source = Examples(np.array([24, 21, 17, 24]))
+    plan = jb.BucketPlan.from_shapes([(2, 24)])
+    schedule = jb.BatchSchedule(plan, source.lengths)
+    loader = jb.MeshLoader(source, schedule, mesh, sequences=["tokens", "vectors"])
+    local = jb.batch_dataset(source, schedule, sequences=["tokens", "vectors"])
+    for batch, expected in zip(loader, local, strict=True):
+        for got, want in zip(
+            jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+        cut = PartitionSpec("data", ("row1", "row2"))
+        for name in ("tokens", "vectors"):
+            assert batch.features[name].sharding.spec == cut
+        # One value per example has no columns.
+        assert batch.features["label"].sharding.spec == PartitionSpec("data")
+    (spec,) = loader.specs.values()
+    jax.tree.map(lambda x, y: x.sharding == y.sharding or pytest.fail(), spec, batch)
+
+
+def test_axes_of_rows_may_have_any_names():
+    mesh = jax.make_mesh(
+        (2, 2, 2),
+        ("replica", "seq", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+    axes = PartitionSpec("replica", "seq")
+    shard = rows_of_devices(mesh, mesh.devices.flat, axes)
+    assert (shard.num_parts, shard.cuts) == (4, (1, 2))
+    spec = batch_sharding(mesh, axes, bucket=jb.Bucket(2, 8)).spec
+    assert spec == PartitionSpec("replica", "seq")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: jb.data_mesh(jax.devices()[:8], max_row_shards=3), "max_row_shards"),
+        (lambda: jb.data_mesh(jax.devices()[:8], max_row_shards=0), "max_row_shards"),
+        (lambda: cut_rows(6, 9), "seq_len_multiple"),
+        (lambda: cut_rows(1, 4), "seq_len_multiple"),
+        (lambda: cut_rows(4, 4, max_row_shards=1), "batch_size_multiple"),
+    ],
+)
+def test_refusals_of_cut_rows(call, name):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        call()
+
+
+def cut_rows(batch_size, seq_len, max_row_shards=8):
+    mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=max_row_shards)
+    return batch_sharding(mesh, bucket=jb.Bucket(batch_size, seq_len))

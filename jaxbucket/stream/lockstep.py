@@ -172,9 +172,11 @@ class Lockstep:
                 steps = _STEPS_AT_END
             return Round(step, min(step + steps, phase_end), min_bucket, None)
         batches = run.micro_batches_per_bucket
-        rows = np.array(phase.rows) // len(run.shard.parts) * batches
+        # Devices that share a row count as one part.
+        unit = max(map(run.shard.cut, phase.plan.buckets))
+        rows = np.array(phase.rows) * unit // len(run.shard.parts) * batches
         needed = [status.rows_needed for status in statuses]
-        num_parts = [len(status.parts) for status in statuses]
+        num_parts = [len(status.parts) // unit for status in statuses]
         counts = cheapest_batches(phase.plan, needed, num_parts, rows)
         # The longest bucket comes first, so that shorter examples can fill its rows.
         # If overdue examples take the rows of others, these need another round.

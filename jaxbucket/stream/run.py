@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import RowShard
+from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
     check_choice,
@@ -309,12 +310,22 @@ def _make_phase(
     return Phase(step, plan, sequence, rows, sample)
 
 
+def _rows_of(shard: RowShard, bucket: Bucket) -> int:
+    """Returns the rows of a batch in this process, which reads a stream of its own."""
+    of_bucket = shard.of(bucket)
+    if len(of_bucket.parts) * shard.cut(bucket) > len(shard.parts):
+        raise ValueError(
+            f"`shard` divides the rows of {bucket} over several processes, but each "
+            "process batches a stream of its own. Let at most the devices of a process "
+            "share a row: `data_mesh(max_row_shards=)`."
+        )
+    return len(of_bucket.rows(bucket.batch_size))
+
+
 def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
     """Returns the `[K]` rows of each batch in this process, all within `pool_size`."""
-    shard, batches = run.shard, run.micro_batches_per_bucket
-    rows = tuple(
-        shard.part_size(bucket.batch_size) * len(shard.parts) for bucket in plan.buckets
-    )
+    batches = run.micro_batches_per_bucket
+    rows = tuple(_rows_of(run.shard, bucket) for bucket in plan.buckets)
     needed = max(rows) * batches
     if run.pool_size < needed:
         of_batches = f" of {batches} batches" if batches > 1 else ""
