@@ -88,8 +88,6 @@ class BucketPlan:
 
     def __post_init__(self):
         self._set("buckets", tuple(self.buckets))
-        if not isinstance(self.packed, bool):
-            raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         multiple = check_positive("batch_size_multiple", self.batch_size_multiple)
         self._set("batch_size_multiple", multiple)
         plan_checks.check_shapes(self)

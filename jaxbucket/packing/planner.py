@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from jaxbucket.base.checks import check_choice, check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.packing.row_choice import (
     RowChoice,
@@ -34,7 +33,6 @@ from jaxbucket.plan.reports.epoch import changed_examples, report
 _MAX_FACTOR, _MIN_SAVING = 4, 0.05
 
 
-@bar_if_slow("Planning rows")
 def plan_packing(
     lengths: Lengths,
     *,
@@ -114,11 +112,6 @@ def plan_packing(
     check_choice("pack", pack, PACK_CHOICES)
     num_buckets = check_positive("num_buckets", num_buckets)
     check_cap(max_segments_per_row)
-    if isinstance(max_tokens, Sequence):
-        raise ValueError(
-            f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
-            "chooses the boundaries itself. Pass an integer, or a function of T."
-        )
     limits = Limits(
         max_tokens=max_tokens,
         max_seq_len=max_seq_len,
@@ -129,11 +122,11 @@ def plan_packing(
         sequences=tuple(lengths) if isinstance(lengths, Mapping) else (),
     )
     kept = _kept(lengths, limits)
+    padded, apart = _padded(kept, limits, num_buckets)
     several, single = _packed(
         kept, limits, num_buckets, max_segments_per_row, block_sparse
     )
     packed = min([several, single], key=lambda choice: choice.rank)
-    padded, apart = _padded(kept, limits, num_buckets)
     is_packed = pack == "always"
     cause = f"`pack={pack!r}`"
     if pack == "auto":

@@ -19,7 +19,6 @@ from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.progress import bar_if_slow
 from jaxbucket.base.sizes import Sizes, total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
@@ -150,7 +149,6 @@ class Packing:
         )
 
 
-@bar_if_slow("Packing")
 def pack(
     lengths: Lengths,
     max_seq_len: int | Mapping[str, int] | Sequence[int | Mapping[str, int]],

@@ -133,18 +133,15 @@ def plan_sequences_at(
       ValueError: if there are no boundaries, one is not a mapping with a T for each
         sequence, or no bucket holds an example.
     """
-    rows = []
-    for boundary in boundaries:
-        sizes = checked_size("boundaries", boundary)
-        if not isinstance(sizes, Sizes) or tuple(sizes) != limits.sequences:
-            raise ValueError(
-                f"`boundaries` contains {boundary!r}. Pass a mapping with a T for each "
-                f"of {list(limits.sequences)}."
-            )
-        rows.append(list(sizes.values()))
-    if not rows:
-        raise ValueError("`boundaries` is empty. Pass the T of at least one bucket.")
-    return fitted_plan(limits, np.array(rows, np.int64), lengths)
+    sizes: list[Any] = [checked_size("boundaries", x) for x in boundaries]
+    names = {tuple(x) if isinstance(x, Sizes) else () for x in sizes}
+    if names != {limits.sequences}:
+        raise ValueError(
+            f"`boundaries={boundaries}`: pass at least one mapping, each with a T for "
+            f"{list(limits.sequences)}."
+        )
+    rows = np.array([list(x.values()) for x in sizes], np.int64)
+    return fitted_plan(limits, rows, lengths)
 
 
 def search_shapes(

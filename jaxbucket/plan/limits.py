@@ -15,7 +15,7 @@ from jaxbucket.base.checks import (
     MAX_TOKENS,
     check_accumulate,
     check_cost,
-    check_function,
+    check_integer,
     check_longest,
     check_positive,
 )
@@ -103,18 +103,22 @@ class Limits:
     def __post_init__(self):
         self._set_sequences()
         self._set("accumulate", check_accumulate(self.accumulate))
-        for name in ("batch_size_multiple", "min_batch_size", "max_batch_size"):
-            value = getattr(self, name)
-            if name != "max_batch_size" or value is not None:
-                self._set(name, check_positive(name, value))
+        for name in ("batch_size_multiple", "min_batch_size"):
+            self._set(name, check_positive(name, getattr(self, name)))
+        if (most := self.max_batch_size) is not None:
+            most = check_integer("max_batch_size", most, least=self.least_batch_size)
+            self._set("max_batch_size", most)
         for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
             self._set(name, self._checked(name, getattr(self, name)))
         others = "the lengths have"
         policies = checked_overlong(self.overlong, self.sequences, others)
         self._set("overlong", policies)
-        self._check_values()
-        if self.cost_fn is not None:
-            check_function("cost_fn", self.cost_fn, "(batch_size, seq_len)")
+        last = self.max_seq_len
+        if last is not None and (self._each(last) % self.multiples).any():
+            raise ValueError(
+                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
+                f"{self.seq_len_multiple!r}`. Change one of the two."
+            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -140,21 +144,6 @@ class Limits:
         if name == "max_tokens" and is_sequence and not self.sequences:
             return tuple(check_positive(name, x) for x in value)
         return sizes_of(name, value, self.sequences, "the lengths have")
-
-    def _check_values(self) -> None:
-        """Raises a ValueError if no B or no T satisfies the limits."""
-        most, least = self.max_batch_size, self.least_batch_size
-        if most is not None and most < least:
-            raise ValueError(
-                f"`max_batch_size={most}` is less than {least}, the smallest B for "
-                "`batch_size_multiple` and `min_batch_size`. Raise it, or lower these."
-            )
-        last = self.max_seq_len
-        if last is not None and (self._each(last) % self.multiples).any():
-            raise ValueError(
-                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
-                f"{self.seq_len_multiple!r}`. Change one of the two."
-            )
 
     def of(self, lengths: Lengths) -> Limits:
         """Returns the limits with the names of the sequences of lengths.

@@ -147,7 +147,7 @@ class BatchSchedule(Schedule):
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
                 "it, or use `plan.unpacked` to have one example per row."
             )
-        columns, self.subset = _check_lengths(plan, lengths, subset)
+        columns, self.subset = _selected(plan, lengths, subset)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -390,7 +390,7 @@ class BatchSchedule(Schedule):
         }
 
 
-def _check_lengths(
+def _selected(
     plan: BucketPlan, lengths: Lengths, subset: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None.

@@ -19,7 +19,7 @@ from jaxbucket.base.checks import (
 from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
-from jaxbucket.schedule.combined import CombinedSchedule, check_change_steps
+from jaxbucket.schedule.combined import CombinedSchedule, change_steps
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.mixture_report import ComponentReport, MixtureReport
 from jaxbucket.schedule.spread import Turns
@@ -162,7 +162,7 @@ class Mixture(CombinedSchedule):
             not isinstance(x, str) for x in weights
         ):
             by_step = weights
-        steps = check_change_steps("weights", by_step)
+        steps = change_steps("weights", by_step)
         return {step: self._listed(by_step[step]) for step in steps}
 
     def _listed(self, weights: Any) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.checks import check_choice, with_article
+from jaxbucket.base.checks import check_choice, check_type
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, Within, shuffled_slots
 from jaxbucket.schedule.spread import spread_updates
@@ -290,10 +290,6 @@ def check_order(order: Any, num_examples: int) -> Order:
     if isinstance(order, str):
         check_choice("order", order, list(NAMED))
         order = NAMED[order]
-    elif not isinstance(order, Order):
-        raise ValueError(
-            f"`order` is {with_article(order)}. Pass one of the names "
-            f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
-        )
+    check_type("order", order, Order, f"Or pass one of the names {', '.join(NAMED)}.")
     order.check(num_examples)
     return order

@@ -134,8 +134,8 @@ def test_batches_of_10_and_4_examples_have_the_expected_rates(rule, rates):
     rate = jb.scale_schedule(1e-3, base_examples=2, rule=rule)
     inside = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     outside = optax.chain(
-        optax.sgd(1e-3),
-        jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=1e-3),
+        optax.inject_hyperparams(optax.sgd)(1e-3),
+        jb.scale_by_batch_size(base_examples=2, rule=rule),
     )
     for tx in (inside, outside):
         state = tx.init(jnp.ones(()))
@@ -417,8 +417,8 @@ def test_inverse_sqrt_equals_the_formula_of_the_paper():
 @pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
 def test_the_state_holds_the_current_rate(rate):
     tx = optax.chain(
-        optax.sgd(rate),
-        jb.scale_by_batch_size(base_examples=2, rule="linear", learning_rate=rate),
+        optax.inject_hyperparams(optax.sgd)(rate),
+        jb.scale_by_batch_size(base_examples=2, rule="linear"),
     )
     state = tx.init(jnp.ones(()))
     for size in (2, 8, 3, 5):
@@ -453,7 +453,7 @@ def test_learning_rate_metrics_include_all_factors():
         ((injected, scale()), in_chain(4, rate=4)),
         # Before the optimizer, gradients are scaled.
         ((scale(), injected), in_chain(4, rate=1)),
-        ((optax.sgd(0.5), scale(**half), scale(**half)), in_chain(4, 4, rate=8)),
+        ((injected, scale(), scale()), in_chain(4, 4, rate=16)),
         ((decay,), half),
         ((optax.adam(1e-3),), {}),
         ((optax.adam(1e-3), scale()), in_chain(4)),
@@ -462,8 +462,8 @@ def test_learning_rate_metrics_include_all_factors():
     branches = optax.partition({"a": injected, "b": scale()}, {"x": "a", "y": "b"})
     params = {"x": jnp.ones(()), "y": jnp.ones(())}
     assert metrics_after(branches, params, num_examples=8) == {}
-    first = jb.scale_by_batch_size(base_examples=8, learning_rate=0.5).init(0)
-    assert learning_rate_metrics(first) == in_chain(1, rate=0.5)
+    first = jb.scale_by_batch_size(base_examples=8).init(0)
+    assert learning_rate_metrics(first) == in_chain(1)
 
 
 def plateau(count):
@@ -494,9 +494,10 @@ def test_the_first_state_has_the_dtypes_of_later_states(make, schedule, dtype, i
 
 
 def test_a_schedule_too_long_for_an_integer_suggests_a_float():
-    with pytest.raises(ValueError, match="2147483647|as floats, such as 1e10"):
+    with pytest.raises(OverflowError) as raised:
         work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
         work(work.init())
+    assert "as a float, such as 1e10" in raised.value.__notes__[-1]
     work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 1e10))
     state = work.init()
     for _ in range(5):
@@ -515,9 +516,8 @@ def adams():
         "optax": optax.adam(schedule),
         "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
         "reported": optax.chain(
-            optax.scale_by_adam(),
-            optax.scale_by_schedule(lambda count: -schedule(count)),
-            jb.scale_by_batch_size(**base, learning_rate=schedule),
+            optax.inject_hyperparams(optax.adam)(schedule),
+            jb.scale_by_batch_size(**base),
         ),
         "inside": optax.inject_hyperparams(optax.adam)(
             learning_rate=jb.scale_schedule(schedule, **base)
@@ -619,13 +619,6 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        *(
-            (
-                lambda x=x: jb.scale_by_batch_size(base_rows=2, learning_rate=x),
-                "learning_rate",
-            )
-            for x in (BY_WORK, SCALED, "fast")
-        ),
         *(
             (lambda x=x: jb.scale_schedule(x, base_rows=2), "schedule")
             for x in (0, "fast", SCALED)

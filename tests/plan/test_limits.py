@@ -117,7 +117,6 @@ def test_batch_sizes_respect_their_limits():
             "max_batch_size",
             {"batch_size_multiple": 4, "max_batch_size": 7, "min_batch_size": 5},
         ),
-        ("cost_fn", {"cost_fn": 3}),
         ("cost_fn", {"cost_fn": lambda b, t: 0}),
         ("cost_fn", {"cost_fn": lambda b, t: None}),
         ("cost_fn", {"cost_fn": lambda b, t: 1e300}),

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths, check_positive
 from jaxbucket.base.lengths import Lengths, lengths_matrix
-from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.sizes import check_same_sequences
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.joint_planner import fitted_plan, plan_sequences
@@ -30,7 +30,6 @@ from jaxbucket.plan.reports.comparison import (
 from jaxbucket.plan.reports.epoch import report
 
 
-@bar_if_slow("Comparing plans")
 def compare_plans(
     lengths: Lengths,
     limits: Limits,
@@ -80,11 +79,15 @@ def compare_plans(
         exact = False
     else:
         plans, least_cost, exact = _rules(check_lengths(lengths), limits, num_buckets)
-    mine = [(name, _costed(plan, limits)) for name, plan in (others or {}).items()]
+    mine = dict(others or {})
+    for name, plan in mine.items():
+        asked = "the `limits` have"
+        check_same_sequences("others", plan.sequences, limits.sequences, asked)
+        mine[name] = limits.costed(plan)
     options: Any = {"remainder": remainder, "accumulate": limits.accumulate}
     compared = [
         ComparedPlan(name, plan, report(plan, lengths, **options))
-        for name, plan in [*plans.items(), *mine]
+        for name, plan in [*plans.items(), *mine.items()]
     ]
     exact = exact and remainder == "cheapest"
     return Comparison((), least_cost, num_buckets, exact).extended(compared)
@@ -127,16 +130,6 @@ def _sequence_rules(
     if limits.batch_sizes(longest)[0] > 0:
         plans[ONE_SHAPE] = fitted_plan(limits, longest, lengths)
     return plans
-
-
-def _costed(plan: BucketPlan, limits: Limits) -> BucketPlan:
-    """Returns a plan of the user with the costs of the limits."""
-    if plan.sequences != limits.sequences:
-        raise ValueError(
-            f"`others` has a plan of the sequences {list(plan.sequences)}. Pass plans "
-            f"of {list(limits.sequences)}."
-        )
-    return limits.costed(plan)
 
 
 def _are_proportional(costs: np.ndarray, tokens: np.ndarray) -> bool:

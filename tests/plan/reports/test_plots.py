@@ -53,12 +53,6 @@ def test_areas_are_proportional_to_tokens():
     assert real + rest == pytest.approx(whole)
 
 
-def test_a_plan_that_drops_every_example_cannot_be_drawn():
-    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
-    with pytest.raises(ValueError, match="`overlong='drop'`"):
-        plot_plan(plan, [9, 10])
-
-
 def test_plots_show_chunks():
     plan = BucketPlan.from_shapes([(4, 4), (2, 8)], overlong="split")
     ax = plot_plan(plan, [5, 50])
