@@ -9,13 +9,12 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice, check_lengths, check_positive
-from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import Overlong
+from jaxbucket.base.sizes import Lengths
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
-from jaxbucket.plan.candidates import Candidates
+from jaxbucket.plan.candidates import Candidates, example_counts
 from jaxbucket.plan.costs import CostFn
-from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_planner import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal

@@ -22,9 +22,9 @@ from jaxbucket.base.checks import (
     check_seed,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, any_lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.selection import selected_indices
+from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import (

@@ -21,8 +21,8 @@ from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_type
-from jaxbucket.base.lengths import lengths_matrix, total_lengths
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
+from jaxbucket.base.sizes import lengths_matrix, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.recent import recent

@@ -21,7 +21,7 @@ from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import positions
 from jaxbucket.packing.row_choice import log_variance, separation
 from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
-from jaxbucket.plan.histogram import value_counts
+from jaxbucket.plan.candidates import value_counts
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
-from jaxbucket.base.lengths import Lengths
+from jaxbucket.base.sizes import Lengths
 from jaxbucket.base.table import Record
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table

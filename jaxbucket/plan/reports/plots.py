@@ -13,10 +13,11 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths
+from jaxbucket.plan.chunks import kept_lengths
 from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
 from jaxbucket.plan.reports.curve import PlanCurve
-from jaxbucket.plan.reports.epoch import Report, report, row_lengths
+from jaxbucket.plan.reports.epoch import Report, report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,8 +69,7 @@ def plot_plan(
     """
     ax = ax or new_page(8, 4).subplots()
     epoch = epoch or report(plan.unpacked, lengths)
-    rows = row_lengths(plan, check_lengths(lengths))
-    real = np.sort(plan.kept_lengths(rows))
+    real = np.sort(kept_lengths(lengths, plan.max_seq_len, plan.overlong)[:, 0])
     real = real[np.linspace(0, len(real) - 1, min(len(real), _MAX_POINTS)).astype(int)]
     padded = plan.boundaries[plan.assign(real)]
     share = np.linspace(0, 100, len(real))

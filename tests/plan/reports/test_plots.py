@@ -6,7 +6,7 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.collections import QuadMesh
 
-from jaxbucket import Bucket, BucketPlan, Limits, plan_buckets, report
+from jaxbucket import BucketPlan, Limits, plan_buckets, report
 from jaxbucket.plan import (
     TokenCost,
     chunk_lengths,
