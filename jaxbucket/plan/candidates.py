@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.checks import check_lengths, check_longest
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.base.sizes import Lengths
 from jaxbucket.plan.chunks import last_chunks, nothing_left
@@ -54,15 +54,19 @@ class Candidates:
           limits: the limits of all shapes, and the cost of a step.
 
         Raises:
-          ValueError: if no row of the last bucket fits in `max_tokens`, or if
-            `max_tokens` is a sequence, whose budgets belong to given boundaries.
+          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error"; if no
+            row of the last bucket fits in `max_tokens`; or if `max_tokens` is a
+            sequence, whose budgets belong to given boundaries.
         """
         if isinstance(limits.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens={limits.max_tokens}` requires `boundaries`. Pass one for "
                 "each budget, or pass `max_tokens` as an integer or a function of T."
             )
-        last, multiple = limits.longest(lengths), int(limits.multiples[0])
+        (last,) = limits.max_seq_lens(lengths[:, None]).tolist()
+        multiple = int(limits.multiples[0])
+        if limits.overlong == "error":
+            check_longest(lengths, last)
         limits.check_shapes(np.array([last]))
         policy: Any = limits.overlong
         ends, examples, tokens = _cumulative(lengths, last, multiple, policy)

@@ -15,7 +15,6 @@ from jaxbucket.base.checks import (
     check_accumulate,
     check_cost,
     check_integer,
-    check_longest,
     check_positive,
 )
 from jaxbucket.base.notes import Noting
@@ -201,20 +200,6 @@ class Limits:
         if self.max_seq_len is not None:
             return self._each(self.max_seq_len).astype(np.int64)
         return self.rounded(lengths.max(axis=0))
-
-    def longest(self, lengths: np.ndarray) -> int:
-        """Returns T of the last bucket for examples with one length.
-
-        Args:
-          lengths: `[N]` integers, one per example.
-
-        Raises:
-          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
-        """
-        last = int(self.max_seq_lens(lengths[:, None]).item())
-        if self.overlong == "error":
-            check_longest(lengths, last)
-        return last
 
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the lengths of the examples to plan for, `[n, Q]`.

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jaxbucket.base import files
-from jaxbucket.base.notes import Noting
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
@@ -233,10 +232,16 @@ def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
     `np.memmap` is not used, because the parts of two hosts may share a page.
 
     Raises:
-      OSError: if the file cannot be written, or does not exist in this process.
+      ValueError: if the file does not exist.
+      OSError: if the file cannot be written.
     """
-    with Noting("Process 0 created the file. Pass a folder that all processes share."):
+    try:
         file = path.open("r+b")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} does not exist in this process, but process 0 created it. Pass a "
+            "folder that all processes share."
+        ) from None
     with file:
         np.lib.format.read_magic(file)
         np.lib.format.read_array_header_1_0(file)

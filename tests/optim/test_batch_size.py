@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxbucket as jb
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
@@ -414,18 +413,6 @@ def test_inverse_sqrt_equals_the_formula_of_the_paper():
 # The current learning rate, and skipped updates
 
 
-@pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
-def test_the_state_holds_the_current_rate(rate):
-    tx = optax.chain(
-        optax.inject_hyperparams(optax.sgd)(rate),
-        jb.scale_by_batch_size(base_examples=2, rule="linear"),
-    )
-    state = tx.init(jnp.ones(()))
-    for size in (2, 8, 3, 5):
-        update, state = tx.update(jnp.ones(()), state, num_examples=size)
-        assert learning_rate_metrics(state)["learning_rate"] == -update
-
-
 def metrics_after(tx, params=None, **sizes):
     params = jnp.ones(()) if params is None else params
     _, state = tx.update(params, tx.init(params), params, **sizes)
@@ -514,7 +501,6 @@ def adams():
     base = {"base_examples": 1, "rule": "none"}
     return {
         "optax": optax.adam(schedule),
-        "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
         "reported": optax.chain(
             optax.inject_hyperparams(optax.adam)(schedule),
             jb.scale_by_batch_size(**base),
@@ -556,16 +542,6 @@ def test_a_skipped_update_keeps_averages_and_advances_schedules(name):
 
 
 # Among other transformations
-
-
-def test_nnx_optimizer_forwards_the_size():
-    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    before = np.asarray(model.bias.get_value())
-    tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    optimizer.update(model, grads, num_examples=16)
-    np.testing.assert_array_equal(model.bias.get_value(), before - 2)
 
 
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])

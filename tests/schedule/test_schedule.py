@@ -134,8 +134,10 @@ def test_largest_first_starts_with_the_largest_bucket():
 # Micro-batches
 
 
-@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad", "drop"])
-@pytest.mark.parametrize("accumulate", [2, 5])
+@pytest.mark.parametrize(
+    ("accumulate", "remainder"),
+    [(2, "cheapest"), (5, "promote"), (5, "pad"), (2, "drop")],
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remainder):
     plan, lengths = random_problem()
