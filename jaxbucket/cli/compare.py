@@ -119,7 +119,7 @@ def _packed_plans(
             packed.plan, lengths, packing=packed.packing, remainder=remainder
         )
         name = "packed, one shape" if changes else "packed"
-        yield ComparedPlan(name, packed.plan, schedule.cost())
+        yield ComparedPlan(name, packed.plan, schedule.report())
         # One T may be the best choice anyway.
         if len(packed.plan) == 1:
             return

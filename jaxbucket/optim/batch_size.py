@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -47,15 +46,11 @@ class BatchScaling:
       size: the name of the extra argument of `update` with the batch size.
       base: the size for which the learning rate was tuned.
       rule: a function from ratio to factor.
-      min_factor: the smallest factor.
-      max_factor: the largest factor.
     """
 
     size: str
     base: float
     rule: Callable[[jax.Array], jax.Array] = jnp.sqrt
-    min_factor: float = 0.0
-    max_factor: float = math.inf
 
     @classmethod
     def from_options(
@@ -66,8 +61,6 @@ class BatchScaling:
         base_rows: float | None,
         base_weight: float | None,
         rule: Rule = "sqrt",
-        min_factor: float = 0.0,
-        max_factor: float = math.inf,
     ) -> BatchScaling:
         """Returns the scaling for checked options of `scale_by_batch_size`."""
         bases = {
@@ -83,15 +76,10 @@ class BatchScaling:
         (name,) = names
         if not callable(rule):
             check_choice("rule", rule, list(_RULES))
-        min_factor = check_float("min_factor", min_factor, least=0)
         return cls(
             size=_SIZES[name],
             base=check_float(name, bases[name]),
             rule=rule if callable(rule) else _RULES[rule],
-            min_factor=min_factor,
-            max_factor=check_float(
-                "max_factor", max_factor, least=min_factor, most=math.inf
-            ),
         )
 
     def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
@@ -108,10 +96,7 @@ class BatchScaling:
         factor = self.rule(self.ratio(extra))
         if np.shape(factor) or factor is None:
             raise ValueError(f"`rule` returned {factor!r}. Return one number.")
-        factor = jnp.asarray(factor)
-        if self.min_factor > 0 or self.max_factor < math.inf:
-            factor = jnp.clip(factor, self.min_factor, self.max_factor)
-        return factor
+        return jnp.asarray(factor)
 
 
 def size_in(extra: Mapping[str, Any], name: str) -> jax.Array | np.ndarray:
@@ -166,8 +151,6 @@ def scale_by_batch_size(
     base_rows: float | None = None,
     base_weight: float | None = None,
     rule: Rule = "sqrt",
-    min_factor: float = 0.0,
-    max_factor: float = math.inf,
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by `rule(batch size / base)`.
 
@@ -205,9 +188,8 @@ def scale_by_batch_size(
       base_weight: the weight that the loss returns, the divisor of its mean, instead of
         examples. Pass exactly one of the four.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
-        arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: the smallest factor.
-      max_factor: the largest factor.
+        arXiv:1404.5997), "none", or a function from ratio to factor, such as
+        `lambda ratio: jnp.clip(ratio, 0.5, 2)`.
 
     Returns:
       A transformation whose `update` requires `num_examples`, `num_tokens`, `num_rows`
@@ -216,8 +198,7 @@ def scale_by_batch_size(
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
-        unknown, or the bounds are negative or out of order. From `update`: if the size
-        is missing.
+        unknown. From `update`: if the size is missing.
     """
     scaling = BatchScaling.from_options(
         base_examples=base_examples,
@@ -225,8 +206,6 @@ def scale_by_batch_size(
         base_rows=base_rows,
         base_weight=base_weight,
         rule=rule,
-        min_factor=min_factor,
-        max_factor=max_factor,
     )
 
     def init(params: optax.Params) -> Any:

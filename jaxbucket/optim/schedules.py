@@ -11,7 +11,6 @@ the current learning rate.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -86,8 +85,6 @@ def scale_schedule(
     base_rows: float | None = None,
     base_weight: float | None = None,
     rule: Rule = "sqrt",
-    min_factor: float = 0.0,
-    max_factor: float = math.inf,
 ) -> ScaledSchedule:
     """Returns a schedule multiplied by `rule(batch size / base)` for each batch.
 
@@ -121,16 +118,14 @@ def scale_schedule(
         examples. Pass exactly one of the four.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: the smallest factor.
-      max_factor: the largest factor.
 
     Returns:
       A stateful schedule for `optax.inject_hyperparams`.
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
-        unknown, the bounds are negative or out of order, or `schedule` is not one of
-        the above. From `update`: if the size is missing.
+        unknown, or `schedule` is not one of the above. From `update`: if the size is
+        missing.
     """
     if isinstance(schedule, ScaledSchedule):
         raise ValueError(
@@ -145,8 +140,6 @@ def scale_schedule(
         base_rows=base_rows,
         base_weight=base_weight,
         rule=rule,
-        min_factor=min_factor,
-        max_factor=max_factor,
     )
     return ScaledSchedule(schedule, scaling)
 

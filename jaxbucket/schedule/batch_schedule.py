@@ -30,7 +30,6 @@ from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import (
     Report,
     changed_examples,
-    lag1_autocorrelation,
     report,
 )
 from jaxbucket.schedule.balance import balance_rows
@@ -271,8 +270,8 @@ class BatchSchedule(Schedule):
         shape = (bucket.batch_size, *segments)
         return BatchIndices(bucket, np.full(shape, EMPTY_ROW, np.int64))
 
-    def report(self, epoch: int = 0) -> Report:
-        """Returns the exact cost of an epoch and the autocorrelation of its batches.
+    def report(self) -> Report:
+        """Returns the exact cost of an epoch.
 
         If each epoch drops different examples, the real tokens and the examples of
         packed rows are means over the epochs.
@@ -280,23 +279,8 @@ class BatchSchedule(Schedule):
         Example:
           >>> from jaxbucket import Bucket
           >>> plan = BucketPlan((Bucket(2, 4), Bucket(1, 8)), max_tokens=8)
-          >>> lengths = [4] * 8 + [8] * 4
-          >>> BatchSchedule(plan, lengths, order="ascending").report().autocorrelation
-          0.625
-
-        Args:
-          epoch: the epoch whose batch order is reported, counted from 0.
-
-        Raises:
-          ValueError: if the order draws with replacement.
-        """
-        seq_lens = self.plan.tokens_per_row[self._epochs.buckets(epoch)]
-        return dataclasses.replace(
-            self.cost(), autocorrelation=lag1_autocorrelation(seq_lens)
-        )
-
-    def cost(self) -> Report:
-        """Returns the same report without the autocorrelation of the batches.
+          >>> BatchSchedule(plan, [4] * 7 + [8] * 4).report().steps_per_epoch
+          8
 
         Raises:
           ValueError: if the order draws with replacement.

@@ -253,7 +253,7 @@ class Mixture(CombinedSchedule):
                 f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
                 "whose epochs differ. A report requires a `BatchSchedule`."
             )
-        return schedule.cost()
+        return schedule.report()
 
     @property
     def steps_per_epoch(self) -> int:

@@ -38,10 +38,6 @@ class EpochOrder(Protocol):
         """
         ...
 
-    def buckets(self, epoch: int) -> np.ndarray:
-        """Returns the bucket indices of the batches of an epoch, `[num_batches]`."""
-        ...
-
 
 class Order(abc.ABC):
     """Decides which examples share a batch, and in which order the batches come.
@@ -150,10 +146,6 @@ class ShuffledEpochs:
         bucket, row = self._rows.batch_rows(int(number))
         return bucket, self._examples(epoch, bucket, row)
 
-    def buckets(self, epoch: int) -> np.ndarray:
-        positions = np.arange(self._rows.num_batches)
-        return self._rows.bucket_of(self._numbers(epoch, positions))
-
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """Returns the examples in the `[n]` rows of a bucket."""
         slots = shuffled_slots(self._seed, epoch)
@@ -242,9 +234,6 @@ class _FixedEpochs:
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         bucket, row = self._rows.batch_rows(int(self._order(epoch)[position]))
         return bucket, self._rows.examples(bucket, row)
-
-    def buckets(self, epoch: int) -> np.ndarray:
-        return self._rows.bucket_of(self._order(epoch))
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch or self._first is None:

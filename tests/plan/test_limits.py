@@ -272,7 +272,7 @@ def try_schedule(edges: Edges, plan: BucketPlan, lengths: Any) -> None:
         **edges.some("seed"),
     )
     assert len(schedule) > 0
-    check_epoch(plan, schedule.cost(), int(accumulate))
+    check_epoch(plan, schedule.report(), int(accumulate))
 
 
 def try_curve(edges: Edges) -> None:
@@ -309,7 +309,7 @@ def test_the_tokens_of_a_step_fit_in_64_bits():
     plan = plan_buckets([1, 2, 3, 4], sample=True, **limits)
     assert max(bucket.num_tokens for bucket in plan.buckets) < 2**40
     schedule = BatchSchedule(plan, [1, 2, 3, 4], accumulate=2**16)
-    check_epoch(plan, schedule.cost(), 2**16)
+    check_epoch(plan, schedule.report(), 2**16)
     with pytest.raises(ValueError, match=r"`batch_size=\d+` rows of `seq_len=2`"):
         Bucket(2**40, 2)
 

@@ -242,26 +242,3 @@ def _bucket_reports(
 
 def _padding_share(positions: int, tokens: float) -> float:
     return (positions - tokens) / max(positions, 1)
-
-
-def lag1_autocorrelation(values: np.ndarray) -> float | None:
-    """Returns the correlation of consecutive values, from -1 to 1.
-
-    Box and Jenkins, "Time Series Analysis", 1970: the sum of the products of
-    neighbors' deviations from the mean, divided by the sum of the squared deviations.
-
-    Example:
-      >>> lag1_autocorrelation(np.array([1, 2, 1, 2]))
-      -0.75
-
-    Args:
-      values: `[N]` numbers.
-
-    Returns:
-      The correlation, or None if all values are equal.
-    """
-    deviations = values - values.mean()
-    variance = float((deviations**2).sum())
-    if not variance:
-        return None
-    return float((deviations[1:] * deviations[:-1]).sum()) / variance
