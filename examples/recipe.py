@@ -69,9 +69,9 @@ def make_optimizer(
     """Returns AdamW with updates scaled by the number of real tokens in the batch."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(rate, b2=0.98, weight_decay=0.05),
+        optax.inject_hyperparams(optax.adamw)(rate, b2=0.98, weight_decay=0.05),
         # The loss is a mean over tokens, so its noise depends on their number.
-        jb.scale_by_batch_size(base_tokens=BASE_TOKENS, rule=rule, learning_rate=rate),
+        jb.scale_by_batch_size(base_tokens=BASE_TOKENS, rule=rule),
     )
 
 

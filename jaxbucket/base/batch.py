@@ -16,7 +16,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_choice, check_integer, check_positive
+from jaxbucket.base.checks import (
+    check_choice,
+    check_integer,
+    check_positive,
+    check_type,
+)
 from jaxbucket.base.sizes import Sizes
 
 EMPTY_ROW = -1
@@ -161,11 +166,7 @@ def checked_shard(shard: RowShard | None) -> RowShard:
     """
     if shard is None:
         return RowShard()
-    if not isinstance(shard, RowShard):
-        raise ValueError(
-            f"`shard` is a {type(shard).__name__}, not a `RowShard`. Pass "
-            "`jb.sharding.local_rows(mesh)` or a `jb.data.RowShard`."
-        )
+    check_type("shard", shard, RowShard, "Pass `jb.sharding.local_rows(mesh)`.")
     return shard
 
 
@@ -260,8 +261,5 @@ class Batch(NamedTuple):
 
 def check_is_batch(name: str, batch: Any) -> None:
     """Raises a ValueError if an argument is not a batch."""
-    if not isinstance(batch, Batch):
-        raise ValueError(
-            f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass a "
-            "batch of a loader, or create one with `collate_rows`."
-        )
+    remedy = "Pass a batch of a loader, or create one with `jb.data.collate_rows`."
+    check_type(name, batch, Batch, remedy)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import assignment, plan_checks, plan_json
+from jaxbucket.base import assignment, plan_json
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import (
     MAX_LENGTH,
@@ -20,9 +21,18 @@ from jaxbucket.base.checks import (
     check_positive,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, lengths_matrix
-from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.base.sizes import Size, Sizes, sizes_of
+from jaxbucket.base.policies import TRUNCATING, Overlong, checked_overlong
+from jaxbucket.base.sizes import (
+    Lengths,
+    Size,
+    Sizes,
+    check_same_sequences,
+    lengths_matrix,
+    sizes_of,
+)
+
+# `BucketPlan.assign` returns 16-bit integers.
+_MAX_BUCKETS = 2**15 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +98,15 @@ class BucketPlan:
 
     def __post_init__(self):
         self._set("buckets", tuple(self.buckets))
-        if not isinstance(self.packed, bool):
-            raise ValueError(f"`packed={self.packed!r}` is not True or False.")
         multiple = check_positive("batch_size_multiple", self.batch_size_multiple)
         self._set("batch_size_multiple", multiple)
-        plan_checks.check_shapes(self)
+        self._check_shapes()
         names, others = self.sequences, "the first bucket has"
         for name in ("max_tokens", "seq_len_multiple"):
             self._set(name, sizes_of(name, getattr(self, name), names, others))
-        policy = plan_checks.checked_overlong(self.overlong, names, others)
+        policy = checked_overlong(self.overlong, names, others)
         self._set("overlong", policy)
-        plan_checks.check_limits(self)
+        self._check_limits()
         if self.step_costs is None:
             self._set("cost_unit", "tokens")
         else:
@@ -107,6 +115,56 @@ class BucketPlan:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _check_shapes(self) -> None:
+        """Raises a ValueError unless buckets increase and have the same sequences."""
+        buckets, others = self.buckets, "the first bucket has"
+        is_few = 0 < len(buckets) <= _MAX_BUCKETS
+        if not is_few or not all(isinstance(bucket, Bucket) for bucket in buckets):
+            raise ValueError(
+                f"`buckets={buckets}`: pass 1 to {_MAX_BUCKETS} of "
+                "`Bucket(batch_size, seq_len)`."
+            )
+        for bucket in buckets:
+            names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
+            check_same_sequences("buckets", names, self.sequences, others)
+        pairs = itertools.pairwise(bucket.seq_len for bucket in buckets)
+        if not all(before < after for before, after in pairs):
+            raise ValueError(
+                f"`buckets` has the seq_lens {self.seq_lens.tolist()}. Sort the "
+                "buckets by strictly increasing `seq_len`."
+            )
+
+    def _check_limits(self) -> None:
+        """Raises a ValueError if a bucket violates a limit of the plan."""
+
+        def each(value: Any) -> Any:
+            return list(value.values()) if isinstance(value, Sizes) else value
+
+        tokens = self.batch_sizes[:, None] * self.seq_lens
+        if not isinstance(self.max_tokens, Sizes):
+            tokens = tokens.sum(axis=1, keepdims=True)
+        violations = {
+            "max_tokens": tokens > each(self.max_tokens),
+            "batch_size_multiple": self.batch_sizes % self.batch_size_multiple > 0,
+            "seq_len_multiple": self.seq_lens % each(self.seq_len_multiple) > 0,
+        }
+        for name, violated in violations.items():
+            if violated.any():
+                bucket = self.buckets[int(np.argwhere(violated)[0, 0])]
+                raise ValueError(
+                    f"Bucket {bucket}, with {bucket.num_tokens} tokens, does not fit "
+                    f"`{name}={getattr(self, name)!r}`. Change one of the two."
+                )
+        # Truncation limits each sequence by itself.
+        last = self.buckets[-1].seq_len
+        truncates = any(self.policy(name) in TRUNCATING for name in self.sequences)
+        if truncates and last != self.max_seq_lens:
+            raise ValueError(
+                f"`overlong={self.overlong!r}` requires a last bucket that holds the "
+                f"longest sequences, {self.max_seq_lens!r}, but it has {last!r}. Add "
+                "such a bucket, or choose 'error' or 'drop'."
+            )
 
     @classmethod
     def from_shapes(

@@ -172,6 +172,13 @@ def check_function(name: str, value: Any, arguments: str) -> None:
         )
 
 
+def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
+    """Raises a ValueError with a remedy unless `value` is of a type."""
+    if not isinstance(value, kind):
+        kinds = f"{with_article(value)}, not a `{kind.__name__}`"
+        raise ValueError(f"`{name}` is {kinds}. {remedy}")
+
+
 def check_seed(seed: Any) -> int:
     """Returns `seed` as an int, or raises a ValueError if it is out of range."""
     return check_integer("seed", seed, least=0)

@@ -1,8 +1,12 @@
-"""Names of policies that several packages share."""
+"""Policies that several packages share: their names, and a check."""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+from jaxbucket.base.checks import check_choice
+from jaxbucket.base.sizes import PerSequence, check_same_sequences
 
 # What happens to an example that is longer than the last bucket.
 Overlong: TypeAlias = Literal["error", "drop", "truncate", "truncate_left", "split"]
@@ -11,7 +15,31 @@ Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
 # The policies for examples with several sequences, which are not split.
-OVERLONG_SEVERAL = tuple(policy for policy in OVERLONG if policy != "split")
+OVERLONG_SEVERAL = OVERLONG[:-1]
 # The policies that shorten an example: its beginning or its end is kept.
 TRUNCATING: tuple[Overlong, ...] = ("truncate", "truncate_left")
 GROUPS: tuple[str, ...] = get_args(Group)
+
+
+def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> Any:
+    """Returns the policy for examples that are too long, or that for each sequence.
+
+    Equal policies of all sequences are one policy.
+
+    Args:
+      overlong: the policy, or a mapping from sequence name to a policy.
+      sequences: the names of several sequences.
+      others: what has these sequences, for `check_same_sequences`.
+
+    Raises:
+      ValueError: if a policy is unknown, or the names are others.
+    """
+    known = OVERLONG_SEVERAL if sequences else OVERLONG
+    if not isinstance(overlong, Mapping):
+        check_choice("overlong", overlong, known)
+        return overlong
+    check_same_sequences("overlong", overlong, sequences, others)
+    for name, policy in overlong.items():
+        check_choice(f"overlong[{name!r}]", policy, known)
+    policies = set(overlong.values())
+    return policies.pop() if len(policies) == 1 else PerSequence(overlong, "overlong")

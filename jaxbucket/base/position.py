@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxbucket.base.checks import check_integer
+from jaxbucket.base.checks import check_integer, check_type
 
 _FINGERPRINT = "fingerprint"
 # The number of processes of a stream, None if it is unknown; absent for a schedule.
@@ -144,24 +144,12 @@ def _changes(
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Returns whether two values are equal or have the same JSON, like two NaNs."""
-    try:
-        if a == b:
-            return True
-    except ValueError:
-        # The comparison of an array is an array, which is neither true nor false.
-        pass
-    return _as_json(a) == _as_json(b)
-
-
-def _as_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    """Returns whether two values have the same JSON, in which NaNs are equal."""
+    first, second = (json.dumps(x, sort_keys=True, default=str) for x in (a, b))
+    return first == second
 
 
 def check_position(position: Any) -> None:
     """Raises a ValueError unless `position` is a `DataPosition`."""
-    if not isinstance(position, DataPosition):
-        raise ValueError(
-            f"`position` is a {type(position).__name__}, not a `DataPosition`. "
-            "Pass a position from `Checkpoints.restore` or `MeshLoader.position`."
-        )
+    remedy = "Pass that of `Checkpoints.restore` or `MeshLoader.position`."
+    check_type("position", position, DataPosition, remedy)

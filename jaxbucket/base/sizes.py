@@ -1,14 +1,22 @@
-"""Values for each of several sequences, such as T of the source and of the target."""
+"""Values for each of several sequences, such as T of the source and of the target.
+
+`Sizes` have a number for each sequence, lengths one for each example and sequence.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from jaxbucket.base.checks import check_positive
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.checks import check_lengths, check_positive
 
 Value = TypeVar("Value")
+# One length per example, or one per example for each sequence by name.
+Lengths: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
 
 class PerSequence(Mapping[str, Value]):
@@ -157,3 +165,67 @@ def sizes_of(
     if isinstance(value, Mapping):
         check_same_sequences(name, value, sequences, others)
     return checked_size(name, value)
+
+
+def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
+    """Returns the lengths of several sequences as one array, `[N, Q]`.
+
+    Example:
+      >>> lengths_matrix({"target": [1, 2], "source": [3, 5]}, ["source", "target"])
+      array([[3, 1],
+             [5, 2]])
+
+    Args:
+      lengths: sequence name -> `[N]` integers; or `[N, Q]` integers, with a column for
+        each sequence in the order of `sequences`.
+      sequences: the names of the Q sequences, sorted.
+
+    Raises:
+      ValueError: if the sequences of `lengths` are others, `check_lengths` refuses the
+        lengths of one, or their numbers of examples differ.
+    """
+    if isinstance(lengths, np.ndarray) and lengths.shape[1:] == (len(sequences),):
+        lengths = dict(zip(sequences, lengths.T, strict=True))
+    if not isinstance(lengths, Mapping):
+        raise ValueError(
+            f"`lengths` is a {type(lengths).__name__}. Pass a mapping from each of "
+            f"{list(sequences)} to its lengths [N]."
+        )
+    check_same_sequences("lengths", lengths, sequences, "the plan has")
+    columns = [check_lengths(lengths[x], f"lengths[{x!r}]") for x in sequences]
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(
+            f"`lengths` has the numbers of examples {[len(x) for x in columns]} for "
+            f"{list(sequences)}. Pass one length per example for every sequence."
+        )
+    return np.stack(columns, axis=1)
+
+
+def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
+    """Returns lengths of one sequence, `[N]`, or of several, `[N, Q]`.
+
+    Args:
+      lengths: `[N]` integers; or as for `lengths_matrix`.
+      sequences: the names of several sequences; empty if examples have one length.
+
+    Raises:
+      ValueError: as `check_lengths` or `lengths_matrix`.
+    """
+    if sequences:
+        return lengths_matrix(lengths, sequences)
+    return check_lengths(lengths)
+
+
+def total_lengths(lengths: np.ndarray) -> np.ndarray:
+    """Returns the number of tokens of each example over all sequences, `[N]`.
+
+    Example:
+      >>> total_lengths(np.array([[3, 1], [5, 2]]))
+      array([4, 7])
+
+    Args:
+      lengths: `[N]` lengths of one sequence, or `[N, Q]` of several.
+    """
+    if lengths.ndim == 1:
+        return lengths
+    return check_lengths(lengths.sum(axis=1, dtype=np.int64))

@@ -25,8 +25,7 @@ from jaxbucket.cli.plan import pack_rows
 from jaxbucket.cli.report import read_plan
 from jaxbucket.packing.packed_plan import PACK_CHOICES
 from jaxbucket.plan.limits import Limits
-from jaxbucket.plan.reports.compare import compare_plans
-from jaxbucket.plan.reports.comparison import ComparedPlan
+from jaxbucket.plan.reports.comparison import ComparedPlan, compare_plans
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 
 # What a model must do to train on packed rows.
@@ -120,7 +119,7 @@ def _packed_plans(
             packed.plan, lengths, packing=packed.packing, remainder=remainder
         )
         name = "packed, one shape" if changes else "packed"
-        yield ComparedPlan(name, packed.plan, schedule.cost())
+        yield ComparedPlan(name, packed.plan, schedule.report())
         # One T may be the best choice anyway.
         if len(packed.plan) == 1:
             return

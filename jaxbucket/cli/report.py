@@ -59,7 +59,7 @@ def report(
         if plan.packed:
             seq_lens = [bucket.seq_len for bucket in plan.buckets]
             packing = pack(rows, seq_lens, overlong=plan.overlong)
-            epoch = BatchSchedule(plan, rows, packing=packing, **options).cost()
+            epoch = BatchSchedule(plan, rows, packing=packing, **options).report()
             rows = packing.row_lengths
         else:
             epoch = report_of(plan, rows, **options)

@@ -1,18 +1,137 @@
-"""Scales updates by a factor that depends on the batch size."""
+"""Scales updates by a factor that depends on the batch size, and the rules for it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxbucket.base.checks import check_float
-from jaxbucket.optim.scaling_rules import BatchScaling, Rule, at_least_float32
-from jaxbucket.optim.schedules import ScaledSchedule, WorkSchedule
+from jaxbucket.base.checks import check_choice, check_float
+
+Rule: TypeAlias = Literal["linear", "sqrt", "none"] | Callable[[jax.Array], jax.Array]
+
+# Option -> the extra argument of `update` with the batch size.
+_SIZES = {
+    "base_examples": "num_examples",
+    "base_tokens": "num_tokens",
+    "base_rows": "num_rows",
+    "base_weight": "weight",
+}
+# How to pass a size to `update`.
+_REMEDIES = {
+    "num_examples": "num_examples=batch.num_examples",
+    "num_tokens": "num_tokens=batch.num_tokens",
+    "num_rows": "num_rows=batch.bucket.batch_size",
+    "weight": "weight=weight",
+}
+
+_RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda ratio: ratio,
+    "sqrt": jnp.sqrt,
+    "none": jnp.ones_like,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchScaling:
+    """Computes the factor of a batch from its size.
+
+    Attributes:
+      size: the name of the extra argument of `update` with the batch size.
+      base: the size for which the learning rate was tuned.
+      rule: a function from ratio to factor.
+    """
+
+    size: str
+    base: float
+    rule: Callable[[jax.Array], jax.Array] = jnp.sqrt
+
+    @classmethod
+    def from_options(
+        cls,
+        *,
+        base_examples: float | None,
+        base_tokens: float | None,
+        base_rows: float | None,
+        base_weight: float | None,
+        rule: Rule = "sqrt",
+    ) -> BatchScaling:
+        """Returns the scaling for checked options of `scale_by_batch_size`."""
+        bases = {
+            "base_examples": base_examples,
+            "base_tokens": base_tokens,
+            "base_rows": base_rows,
+            "base_weight": base_weight,
+        }
+        names = [name for name, base in bases.items() if base is not None]
+        if len(names) != 1:
+            listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
+            raise ValueError(f"{listed}: pass exactly one of them.")
+        (name,) = names
+        if not callable(rule):
+            check_choice("rule", rule, list(_RULES))
+        return cls(
+            size=_SIZES[name],
+            base=check_float(name, bases[name]),
+            rule=rule if callable(rule) else _RULES[rule],
+        )
+
+    def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
+        """Returns `[]`, the batch size divided by the base.
+
+        Raises:
+          ValueError: if the size is missing from the extra arguments of `update`, or is
+            not a valid size.
+        """
+        return jnp.asarray(size_in(extra, self.size), wide_float()) / self.base
+
+    def factor(self, extra: Mapping[str, Any]) -> jax.Array:
+        """Returns `[]`, the factor of the learning rate for this batch."""
+        factor = self.rule(self.ratio(extra))
+        if np.shape(factor) or factor is None:
+            raise ValueError(f"`rule` returned {factor!r}. Return one number.")
+        return jnp.asarray(factor)
+
+
+def size_in(extra: Mapping[str, Any], name: str) -> jax.Array | np.ndarray:
+    """Returns an extra argument of `update` as an array, a numpy array if static.
+
+    Raises:
+      ValueError: if it is missing, is not one number, or is known not to be a valid
+        size.
+    """
+    size = extra.get(name)
+    # Values on a device are not checked, because reading them would block the step.
+    if isinstance(size, jax.Array) and not size.shape and size.dtype != jnp.bool_:
+        return size
+    if size is None or np.shape(size) or isinstance(size, jax.Array):
+        raise ValueError(
+            f"`{name}` is needed, one number for the whole global batch. Call "
+            f"`tx.update(grads, state, params, {_REMEDIES[name]})`, summed over all "
+            "micro-batches. Wrappers must forward extra arguments, as `optax.chain` "
+            "does."
+        )
+    check_float(name, size, least=0)
+    return np.asarray(size)
+
+
+def wide_float() -> Any:
+    """Returns float64 if jax is configured for it, or else float32."""
+    return jax.dtypes.canonicalize_dtype(jnp.float64)
+
+
+def at_least_float32(value: jax.Array) -> jax.Array:
+    """Casts to float32 unless the dtype is wider.
+
+    Half precision is too coarse to sum 1,000 gradients.
+    """
+    return value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
 
 
 class ScaleByBatchSizeState(NamedTuple):
@@ -20,14 +139,9 @@ class ScaleByBatchSizeState(NamedTuple):
 
     Attributes:
       factor: `[]` float32, the factor of the last update.
-      learning_rate: `[]` float32, the learning rate of the last update, factor
-        included; None if it was not passed to `scale_by_batch_size`.
-      num_updates: `[]` int32, the number of updates.
     """
 
     factor: jax.Array
-    learning_rate: jax.Array | None
-    num_updates: jax.Array
 
 
 def scale_by_batch_size(
@@ -37,9 +151,6 @@ def scale_by_batch_size(
     base_rows: float | None = None,
     base_weight: float | None = None,
     rule: Rule = "sqrt",
-    min_factor: float = 0.0,
-    max_factor: float = math.inf,
-    learning_rate: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by `rule(batch size / base)`.
 
@@ -77,11 +188,8 @@ def scale_by_batch_size(
       base_weight: the weight that the loss returns, the divisor of its mean, instead of
         examples. Pass exactly one of the four.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
-        arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: the smallest factor.
-      max_factor: the largest factor.
-      learning_rate: the learning rate of the optimizer, the same number or schedule. It
-        is only used to report the scaled learning rate in the state.
+        arXiv:1404.5997), "none", or a function from ratio to factor, such as
+        `lambda ratio: jnp.clip(ratio, 0.5, 2)`.
 
     Returns:
       A transformation whose `update` requires `num_examples`, `num_tokens`, `num_rows`
@@ -90,8 +198,7 @@ def scale_by_batch_size(
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
-        unknown, or the bounds are negative or out of order. From `update`: if the size
-        is missing.
+        unknown. From `update`: if the size is missing.
     """
     scaling = BatchScaling.from_options(
         base_examples=base_examples,
@@ -99,21 +206,11 @@ def scale_by_batch_size(
         base_rows=base_rows,
         base_weight=base_weight,
         rule=rule,
-        min_factor=min_factor,
-        max_factor=max_factor,
     )
-    if isinstance(learning_rate, WorkSchedule | ScaledSchedule):
-        raise ValueError(
-            "`learning_rate` is a schedule that works only inside an optimizer. Pass "
-            "it to `optax.inject_hyperparams`, and omit it here."
-        )
-    if learning_rate is not None and not callable(learning_rate):
-        learning_rate = check_float("learning_rate", learning_rate)
 
     def init(params: optax.Params) -> Any:
         del params
-        one, zero = jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32)
-        return ScaleByBatchSizeState(one, scaled_rate(one, zero), zero)
+        return ScaleByBatchSizeState(jnp.ones((), jnp.float32))
 
     def update(
         updates: optax.Updates,
@@ -121,19 +218,10 @@ def scale_by_batch_size(
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, Any]:
-        del params
+        del state, params
         factor = scaling.factor(extra)
         updates = jax.tree.map(functools.partial(_multiplied, factor), updates)
-        factor, count = factor.astype(jnp.float32), state.num_updates
-        return updates, ScaleByBatchSizeState(
-            factor, scaled_rate(factor, count), jnp.asarray(optax.safe_increment(count))
-        )
-
-    def scaled_rate(factor: jax.Array, count: jax.Array) -> jax.Array | None:
-        if learning_rate is None:
-            return None
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
-        return jnp.asarray(rate, jnp.float32) * factor
+        return updates, ScaleByBatchSizeState(factor.astype(jnp.float32))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -11,7 +11,6 @@ the current learning rate.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,7 +20,8 @@ import numpy as np
 import optax
 
 from jaxbucket.base.checks import check_choice, check_float
-from jaxbucket.optim.scaling_rules import BatchScaling, Rule, check_size, wide_float
+from jaxbucket.base.notes import Noting
+from jaxbucket.optim.batch_size import BatchScaling, Rule, size_in, wide_float
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # A count is stored as two integers, because int32 overflows at two billion tokens.
@@ -85,8 +85,6 @@ def scale_schedule(
     base_rows: float | None = None,
     base_weight: float | None = None,
     rule: Rule = "sqrt",
-    min_factor: float = 0.0,
-    max_factor: float = math.inf,
 ) -> ScaledSchedule:
     """Returns a schedule multiplied by `rule(batch size / base)` for each batch.
 
@@ -120,16 +118,14 @@ def scale_schedule(
         examples. Pass exactly one of the four.
       rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
         arXiv:1404.5997), "none", or a function from ratio to factor.
-      min_factor: the smallest factor.
-      max_factor: the largest factor.
 
     Returns:
       A stateful schedule for `optax.inject_hyperparams`.
 
     Raises:
       ValueError: if not exactly one base is given, it is not positive, the rule is
-        unknown, the bounds are negative or out of order, or `schedule` is not one of
-        the above. From `update`: if the size is missing.
+        unknown, or `schedule` is not one of the above. From `update`: if the size is
+        missing.
     """
     if isinstance(schedule, ScaledSchedule):
         raise ValueError(
@@ -144,8 +140,6 @@ def scale_schedule(
         base_rows=base_rows,
         base_weight=base_weight,
         rule=rule,
-        min_factor=min_factor,
-        max_factor=max_factor,
     )
     return ScaledSchedule(schedule, scaling)
 
@@ -177,25 +171,13 @@ class WorkSchedule:
         _check_is_state(state, WorkScheduleState)
         wide = wide_float()
         done = state.high.astype(wide) * 2**_LOW_BITS + state.low.astype(wide)
-        try:
-            # Allows schedules of optax that mix dtypes, since they expect integers.
-            with jax.numpy_dtype_promotion("standard"):
-                return _like_a_number(self.schedule(done))
-        except OverflowError as error:
-            raise ValueError(
-                "`schedule` has an integer that is too large for jax. Pass lengths of "
-                f"more than 2**31 - 1 {self.work} as floats, such as 1e10 ({error})."
-            ) from error
+        note = f"Pass more than 2**31 - 1 {self.work} as a float, such as 1e10."
+        # Allows schedules of optax that mix dtypes, since they expect integers.
+        with Noting(note), jax.numpy_dtype_promotion("standard"):
+            return _like_a_number(self.schedule(done))
 
     def update(self, state: WorkScheduleState, **extra: Any) -> WorkScheduleState:
-        size = extra.get(f"num_{self.work}")
-        if size is None:
-            raise ValueError(
-                f"A schedule by {self.work} requires `num_{self.work}`. Call "
-                f"`tx.update(grads, state, params, num_{self.work}="
-                f"batch.num_{self.work})`."
-            )
-        high, low = _high_and_low(check_size(f"num_{self.work}", size))
+        high, low = _high_and_low(size_in(extra, f"num_{self.work}"))
         low = state.low + low
         return WorkScheduleState(
             state.high + high + (low >> _LOW_BITS), low & (2**_LOW_BITS - 1)
@@ -228,19 +210,15 @@ def schedule_by_work(
       A stateful schedule for `optax.inject_hyperparams` or `scale_schedule`.
 
     Raises:
-      ValueError: if `schedule` is not a schedule of optax, or `work` is invalid. When
-        called: if a duration is an integer that is too large for jax.
+      ValueError: if `schedule` is not a schedule of optax, or `work` is invalid.
+      OverflowError: when called, if a duration is an integer that is too large for jax.
     """
     check_choice("work", work, ("examples", "tokens"))
-    if isinstance(schedule, ScaledSchedule | WorkSchedule):
+    if isinstance(schedule, ScaledSchedule | WorkSchedule) or not callable(schedule):
         raise ValueError(
-            "`schedule` already depends on the batch. Pass a schedule of optax here, "
-            "and the result to `scale_schedule`."
-        )
-    if not callable(schedule):
-        raise ValueError(
-            f"`schedule={schedule!r}` is not a schedule. Pass a schedule of optax, "
-            "such as `optax.warmup_cosine_decay_schedule(...)`."
+            f"`schedule={schedule!r}`: pass a schedule of optax, such as "
+            "`optax.warmup_cosine_decay_schedule(...)`, and the result to "
+            "`scale_schedule`."
         )
     return WorkSchedule(schedule, work)
 

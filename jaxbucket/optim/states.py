@@ -42,9 +42,9 @@ def learning_rate_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
     Returns:
       A dict with "lr_factor", the product of all factors, if anything is scaled by the
-      batch size; and "learning_rate", if `optax.inject_hyperparams`, `scale_schedule`
-      or `scale_by_batch_size(learning_rate=...)` report it. The latter includes the
-      factors of later transformations in the chain.
+      batch size; and "learning_rate", if the optimizer is in
+      `optax.inject_hyperparams`. It includes the factors of later transformations in
+      the chain.
     """
     rate, factors = None, []
     for state in _in_chain(opt_state):
@@ -57,7 +57,7 @@ def learning_rate_metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         elif isinstance(state, ScaleByBatchSizeState):
             factors.append(state.factor)
             # Before the learning rate, the transformation scales gradients.
-            rate = state.learning_rate if rate is None else rate * state.factor
+            rate = None if rate is None else rate * state.factor
     values = {}
     if factors:
         values["lr_factor"] = functools.reduce(operator.mul, factors)

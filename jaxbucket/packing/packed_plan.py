@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.table import Record
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.formatting import format_cost
+from jaxbucket.plan.formatting import format_cost, number_table
 from jaxbucket.plan.reports.epoch_report import Report, sizes
 
 Pack: TypeAlias = Literal["auto", "always", "never"]
@@ -87,19 +87,15 @@ class PackedPlan(Record):
 
     def __rich__(self) -> Any:
         """Returns a `rich` table for the terminal."""
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, caption=self.reason, caption_justify="left")
         names = [f"T of {name}" for name in self.plan.sequences] or ["T"]
         names = ["B", *names, "rows", "examples per row", "padding", "cost"]
-        for name in names:
-            table.add_column(name, justify="right")
         columns = self.rows, self.segments, self.report.buckets
-        for rows, segments, b in zip(*columns, strict=True):
-            table.add_row(
+        lines = (
+            (
                 *(str(b.batch_size), *map(str, sizes(b.seq_len))),
                 *(str(rows), f"{segments:.1f}"),
                 *(f"{b.padding:.1%}", f"{b.cost_share:.1%}"),
             )
-        return table
+            for rows, segments, b in zip(*columns, strict=True)
+        )
+        return number_table(names, lines, self.reason)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.checks import check_choice, check_lengths, check_positive
-from jaxbucket.base.lengths import Lengths, lengths_matrix
+from jaxbucket.base.checks import check_choice, check_positive
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.sizes import Lengths, any_lengths
 from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
 from jaxbucket.packing.row_choice import (
     RowChoice,
@@ -22,7 +21,6 @@ from jaxbucket.packing.row_choice import (
 )
 from jaxbucket.packing.row_search import RowSearch
 from jaxbucket.packing.rows import check_cap
-from jaxbucket.packing.sequences import kept_lengths
 from jaxbucket.packing.vector_best_fit import MAX_CAPACITY
 from jaxbucket.plan.costs import CostFn, TokenCost
 from jaxbucket.plan.limits import Budget, Limits
@@ -34,7 +32,6 @@ from jaxbucket.plan.reports.epoch import changed_examples, report
 _MAX_FACTOR, _MIN_SAVING = 4, 0.05
 
 
-@bar_if_slow("Planning rows")
 def plan_packing(
     lengths: Lengths,
     *,
@@ -114,11 +111,6 @@ def plan_packing(
     check_choice("pack", pack, PACK_CHOICES)
     num_buckets = check_positive("num_buckets", num_buckets)
     check_cap(max_segments_per_row)
-    if isinstance(max_tokens, Sequence):
-        raise ValueError(
-            f"`max_tokens={max_tokens}` has one entry per boundary, but `plan_packing` "
-            "chooses the boundaries itself. Pass an integer, or a function of T."
-        )
     limits = Limits(
         max_tokens=max_tokens,
         max_seq_len=max_seq_len,
@@ -128,12 +120,13 @@ def plan_packing(
         cost_fn=cost_fn,
         sequences=tuple(lengths) if isinstance(lengths, Mapping) else (),
     )
-    kept = _kept(lengths, limits)
+    columns = any_lengths(lengths, limits.sequences)
+    kept = limits.planned_lengths(columns.reshape(len(columns), -1))
+    padded, apart = _padded(kept, limits, num_buckets)
     several, single = _packed(
         kept, limits, num_buckets, max_segments_per_row, block_sparse
     )
     packed = min([several, single], key=lambda choice: choice.rank)
-    padded, apart = _padded(kept, limits, num_buckets)
     is_packed = pack == "always"
     cause = f"`pack={pack!r}`"
     if pack == "auto":
@@ -153,15 +146,6 @@ def plan_packing(
         cause=cause,
         counts_attention=not isinstance(cost_fn, TokenCost | None),
     )
-
-
-def _kept(lengths: Any, limits: Limits) -> np.ndarray:
-    """Returns the lengths of the examples in rows, `[n, Q]`."""
-    if limits.sequences:
-        return limits.planned_lengths(lengths_matrix(lengths, limits.sequences))
-    if limits.max_seq_len is None:
-        return check_lengths(lengths)[:, None]
-    return kept_lengths(lengths, [limits.max_seq_len], limits.overlong)
 
 
 def _packed(
@@ -198,16 +182,9 @@ def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:
     for factor in range(min(_MAX_FACTOR, MAX_CAPACITY // max(last)), 1, -1):
         longest = np.array([last]) * factor
         if limits.batch_sizes(longest if limits.sequences else longest[0])[0] > 0:
-            seq_lens = _named(limits, longest[0])
-            return dataclasses.replace(limits, max_seq_len=seq_lens)
+            (seq_len,) = limits.named(longest)
+            return dataclasses.replace(limits, max_seq_len=seq_len)
     return None
-
-
-def _named(limits: Limits, seq_lens: np.ndarray) -> int | dict[str, int]:
-    """Returns the `[Q]` T of a shape as an integer, or by the name of the sequence."""
-    if not limits.sequences:
-        return int(seq_lens[0])
-    return dict(zip(limits.sequences, seq_lens.tolist(), strict=True))
 
 
 def _longer_if_better(choice: RowChoice, longer: RowChoice) -> RowChoice:
@@ -229,7 +206,7 @@ def _padded(
     if limits.sequences:
         parts: Any = dict(zip(limits.sequences, kept.T, strict=True))
         if limits.truncates:
-            last = _named(limits, limits.rounded(kept.max(axis=0)))
+            (last,) = limits.named(limits.rounded(kept.max(axis=0))[None])
     tight = dataclasses.replace(limits, max_seq_len=last, overlong="error")
     plan = plan_within(parts, tight, num_buckets=num_buckets)
     epoch = report(plan, parts)

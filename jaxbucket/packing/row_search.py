@@ -274,7 +274,7 @@ class RowSearch:
         if self._block_sparse:
             plan = self._sparse(plan, rows)
         index, numbers = plan.assign(lengths), counts(plan)
-        flow = epoch_flow(plan, numbers, "cheapest")
+        flow = epoch_flow(plan, numbers, plan.batch_sizes, plan.costs)
         totals = rows.lengths.sum(axis=1)
         longest = np.zeros_like(plan.seq_lens)
         np.maximum.at(longest, index, rows.lengths)

@@ -17,16 +17,13 @@ import numpy as np
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, lengths_matrix
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.progress import bar_if_slow
-from jaxbucket.base.sizes import Sizes, total
+from jaxbucket.base.sizes import Lengths, Sizes, lengths_matrix, total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.sequences import (
     count_kinds,
     group_kinds,
-    kept_lengths,
     row_shapes,
 )
 from jaxbucket.packing.subset_sum import (
@@ -35,6 +32,7 @@ from jaxbucket.packing.subset_sum import (
     fullest_rows,
 )
 from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
+from jaxbucket.plan.chunks import kept_lengths
 
 # Patterns with at least this many rows get an array of their own.
 _MIN_ROWS_PER_ARRAY = 16
@@ -150,7 +148,6 @@ class Packing:
         )
 
 
-@bar_if_slow("Packing")
 def pack(
     lengths: Lengths,
     max_seq_len: int | Mapping[str, int] | Sequence[int | Mapping[str, int]],
@@ -207,7 +204,7 @@ def pack(
         match the capacities.
     """
     shapes = row_shapes(max_seq_len)
-    kept = kept_lengths(lengths, shapes, overlong)
+    kept = kept_lengths(lengths, shapes[-1], overlong)
     return pack_kept(kept, shapes, check_cap(max_segments_per_row))
 
 

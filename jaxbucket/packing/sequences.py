@@ -13,11 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.policies import Overlong
 from jaxbucket.base.sizes import Sizes, checked_size
-from jaxbucket.plan.chunks import chunk_lengths
-from jaxbucket.plan.histogram import value_counts
+from jaxbucket.plan.candidates import value_counts
 
 
 def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
@@ -40,35 +37,6 @@ def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
             "sequences, one shape must have the longest T of all."
         )
     return tuple(shapes)
-
-
-def kept_lengths(
-    lengths: Any, shapes: Sequence[Any], overlong: Overlong | Mapping[str, Overlong]
-) -> np.ndarray:
-    """Returns the lengths of the examples in rows, `[n, Q]`, after applying a policy.
-
-    Example:
-      >>> kept_lengths([3, 9, 5], [6], "truncate").T, kept_lengths([3, 9], [6], "drop")
-      (array([[3, 6, 5]]), array([[3]]))
-
-    Args:
-      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
-      shapes: the T of rows, as returned by `row_shapes`.
-      overlong: what happens to examples that are longer than the last shape.
-
-    Raises:
-      ValueError: if `BucketPlan` raises it, or no example is left.
-    """
-    if overlong == "split" and not isinstance(shapes[-1], Sizes):
-        return chunk_lengths(lengths, shapes[-1])[:, None]
-    plan = BucketPlan.from_shapes([(1, shapes[-1])], overlong=overlong)
-    kept = plan.kept_lengths(lengths)
-    if not len(kept):
-        raise ValueError(
-            f"`overlong={overlong!r}` leaves out every example. Raise `max_seq_len="
-            f"{shapes[-1]!r}`."
-        )
-    return kept.reshape(len(kept), -1)
 
 
 def count_kinds(

@@ -38,8 +38,8 @@ with _lazy_names(globals()):
     from jaxbucket.plan.limits import Limits as Limits
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
     from jaxbucket.plan.planner import plan_within as plan_within
-    from jaxbucket.plan.reports.compare import compare_plans as compare_plans
     from jaxbucket.plan.reports.comparison import Comparison as Comparison
+    from jaxbucket.plan.reports.comparison import compare_plans as compare_plans
     from jaxbucket.plan.reports.curve import PlanCurve as PlanCurve
     from jaxbucket.plan.reports.curve import plan_curve as plan_curve
     from jaxbucket.plan.reports.epoch import Report as Report

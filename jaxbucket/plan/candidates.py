@@ -1,21 +1,26 @@
-"""`Candidates`: the lengths at which a bucket may end, and what each holds."""
+"""`Candidates`: the lengths at which a bucket may end, and counts of what they hold."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_lengths, check_longest
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.plan.chunks import last_chunks
+from jaxbucket.base.sizes import Lengths
+from jaxbucket.plan.chunks import last_chunks, nothing_left
 from jaxbucket.plan.flow.batch_sizes import Fit, fitted
 from jaxbucket.plan.flow.step_sizes import StepSizes
-from jaxbucket.plan.histogram import value_counts
-from jaxbucket.plan.limits import Limits, nothing_left
+from jaxbucket.plan.limits import Limits
 
-# Up to this length, all multiples are counted.
+# Up to this length, all multiples are counted, in a table.
 _MAX_TABLE = 1 << 24
+# The number of lengths that are counted at a time, which limits the memory.
+_CHUNK = 1 << 20
 # With more possible T, only the rounded-up lengths of examples are candidates. Other T
 # could save a little, in the last batch of a bucket, so the plan is not proven optimal.
 _MAX_CANDIDATES = 1 << 18
@@ -49,15 +54,19 @@ class Candidates:
           limits: the limits of all shapes, and the cost of a step.
 
         Raises:
-          ValueError: if no row of the last bucket fits in `max_tokens`, or if
-            `max_tokens` is a sequence, whose budgets belong to given boundaries.
+          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error"; if no
+            row of the last bucket fits in `max_tokens`; or if `max_tokens` is a
+            sequence, whose budgets belong to given boundaries.
         """
         if isinstance(limits.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens={limits.max_tokens}` requires `boundaries`. Pass one for "
                 "each budget, or pass `max_tokens` as an integer or a function of T."
             )
-        last, multiple = limits.longest(lengths), int(limits.multiples[0])
+        (last,) = limits.max_seq_lens(lengths[:, None]).tolist()
+        multiple = int(limits.multiples[0])
+        if limits.overlong == "error":
+            check_longest(lengths, last)
         limits.check_shapes(np.array([last]))
         policy: Any = limits.overlong
         ends, examples, tokens = _cumulative(lengths, last, multiple, policy)
@@ -161,3 +170,43 @@ def _cumulative(
     if examples[-1] == 0:
         raise ValueError(nothing_left(last))
     return ends, examples, tokens
+
+
+def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distinct lengths, `[V]` increasing, and their counts, `[V]`.
+
+    Example:
+      >>> value_counts(np.array([5, 3, 5]))
+      (array([3, 5]), array([1, 2]))
+    """
+    last = int(lengths.max())
+    if last > _MAX_TABLE:
+        return np.unique(lengths, return_counts=True)
+    counts = np.zeros(last + 1, np.int64)
+    for start in range(0, lengths.size, _CHUNK):
+        part = lengths[start : start + _CHUNK]
+        counts += np.bincount(part, minlength=last + 1)
+    values = np.flatnonzero(counts)
+    return values, counts[values]
+
+
+def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
+    """Returns the number of examples, or of chunks, of each bucket, `[K]` int64.
+
+    Args:
+      plan: the buckets.
+      lengths: `[N]` integers, one per example; or a mapping from sequence name to
+        `[N]`.
+
+    Raises:
+      ValueError: if `plan.check` raises it.
+    """
+    full = 0
+    if plan.overlong == "split":
+        lengths, full = last_chunks(
+            check_lengths(cast(ArrayLike, lengths)), plan.max_seq_len
+        )
+    counts = np.bincount(plan.assign(lengths).astype(np.int64) + 1)
+    counts = np.pad(counts, (0, len(plan) + 1 - len(counts)))[1:]
+    counts[-1] += full
+    return counts

@@ -1,4 +1,4 @@
-"""Lengths of the chunks that overlong examples are split into.
+"""The lengths of what is in rows: of examples that fit or are cut, and of chunks.
 
 The chunks of an example are adjacent and in order: full chunks first, then the rest.
 No chunk is empty, and an example that is not too long is a single chunk.
@@ -6,9 +6,12 @@ No chunk is empty, and an example that is not too long is a single chunk.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import MAX_LENGTH, check_lengths, check_positive
 
 
@@ -66,6 +69,39 @@ def last_chunks(lengths: np.ndarray, max_seq_len: int) -> tuple[np.ndarray, int]
     longest = _checked(max_seq_len)
     num_full = (lengths - 1) // longest
     return lengths - num_full * longest, int(num_full.sum(dtype=np.int64))
+
+
+def kept_lengths(lengths: Any, seq_len: Any, overlong: Any) -> np.ndarray:
+    """Returns the lengths of the examples or chunks in rows, `[n, Q]`.
+
+    Example:
+      >>> kept_lengths([3, 9, 5], 6, "truncate").T, kept_lengths([3, 9], 6, "drop")
+      (array([[3, 6, 5]]), array([[3]]))
+
+    Args:
+      lengths: `[N]` integers, one per example; sequence name -> `[N]` integers; or
+        `[N, Q]` integers, if `seq_len` is a mapping.
+      seq_len: the longest T, or sequence name -> T.
+      overlong: what happens to longer examples, as for `BucketPlan`.
+
+    Raises:
+      ValueError: if `BucketPlan` raises it, or no example is left.
+    """
+    if overlong == "split" and isinstance(seq_len, int):
+        return chunk_lengths(lengths, seq_len)[:, None]
+    plan = BucketPlan.from_shapes([(1, seq_len)], overlong=overlong)
+    kept = plan.kept_lengths(lengths)
+    if not len(kept):
+        raise ValueError(nothing_left(seq_len))
+    return kept.reshape(len(kept), -1)
+
+
+def nothing_left(max_seq_len: Any) -> str:
+    """Returns the error message if every example is dropped."""
+    return (
+        f"`max_seq_len={max_seq_len!r}` is shorter than every example, and "
+        "`overlong='drop'` leaves all of them out. Raise it."
+    )
 
 
 def _checked(max_seq_len: int) -> int:

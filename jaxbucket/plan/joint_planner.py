@@ -19,12 +19,11 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.lengths import lengths_matrix
-from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.base.sizes import Sizes, checked_size, lengths_matrix
+from jaxbucket.plan.candidates import example_counts
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
-from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow, flow_remainders
-from jaxbucket.plan.histogram import example_counts
+from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
 from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.joint_pricing import Pricing
 from jaxbucket.plan.joint_search import Search
@@ -68,7 +67,8 @@ def _without_unused(
 ) -> BucketPlan:
     """Returns a plan without the buckets that have no batches, if it costs no more."""
     counts = example_counts(plan, lengths)
-    flow = epoch_flow(plan, counts, "cheapest", limits.accumulate)
+    rows = plan.batch_sizes * limits.accumulate
+    flow = epoch_flow(plan, counts, rows, plan.costs)
     is_used = (flow.batches > 0) | (limits.must_hold_all & is_maximal(plan.seq_lens))
     if is_used.all():
         return plan
@@ -120,8 +120,9 @@ def with_batch_sizes(
 
 
 def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
-    batches = epoch_flow(plan, counts, "cheapest", accumulate).batches
-    return epoch_cost(batches, plan.costs * accumulate)
+    rows = plan.batch_sizes * accumulate
+    flow = epoch_flow(plan, counts, rows, plan.costs)
+    return epoch_cost(flow.batches, plan.costs * accumulate)
 
 
 def plan_sequences_at(
@@ -133,18 +134,15 @@ def plan_sequences_at(
       ValueError: if there are no boundaries, one is not a mapping with a T for each
         sequence, or no bucket holds an example.
     """
-    rows = []
-    for boundary in boundaries:
-        sizes = checked_size("boundaries", boundary)
-        if not isinstance(sizes, Sizes) or tuple(sizes) != limits.sequences:
-            raise ValueError(
-                f"`boundaries` contains {boundary!r}. Pass a mapping with a T for each "
-                f"of {list(limits.sequences)}."
-            )
-        rows.append(list(sizes.values()))
-    if not rows:
-        raise ValueError("`boundaries` is empty. Pass the T of at least one bucket.")
-    return fitted_plan(limits, np.array(rows, np.int64), lengths)
+    sizes: list[Any] = [checked_size("boundaries", x) for x in boundaries]
+    names = {tuple(x) if isinstance(x, Sizes) else () for x in sizes}
+    if names != {limits.sequences}:
+        raise ValueError(
+            f"`boundaries={boundaries}`: pass at least one mapping, each with a T for "
+            f"{list(limits.sequences)}."
+        )
+    rows = np.array([list(x.values()) for x in sizes], np.int64)
+    return fitted_plan(limits, rows, lengths)
 
 
 def search_shapes(
@@ -200,10 +198,7 @@ def _evaluated(
     counts = np.bincount(assigned, points.counts, len(seq_lens)).astype(np.int64)
     batch_sizes = limits.batch_sizes(seq_lens)
     sizes = limits.sizes(seq_lens, batch_sizes, np.full_like(batch_sizes, counts.sum()))
-    above = dominates(seq_lens)
-    rows, cost = fitted_between(sizes, counts, above)
-    costs = sizes.cost(np.arange(len(rows)), rows)
-    flow = flow_remainders(counts, rows, costs, above=above)
+    _, cost, flow = fitted_between(sizes, counts, dominates(seq_lens))
     used = flow.counts + flow.carried > 0
     if limits.must_hold_all:
         used[-1] = True

@@ -11,25 +11,23 @@ import numpy as np
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
-    MAX_LENGTH,
     MAX_TOKENS,
     check_accumulate,
     check_cost,
-    check_function,
-    check_longest,
+    check_integer,
     check_positive,
 )
-from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.notes import Noting
-from jaxbucket.base.plan_checks import checked_overlong
-from jaxbucket.base.policies import TRUNCATING, Overlong
+from jaxbucket.base.policies import TRUNCATING, Overlong, checked_overlong
 from jaxbucket.base.sizes import (
+    Lengths,
     Sizes,
     check_same_sequences,
     check_sequence_names,
     checked_size,
     sizes_of,
 )
+from jaxbucket.plan.chunks import kept_lengths
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, unit_of
 from jaxbucket.plan.flow.batch_sizes import fitted, fitted_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
@@ -103,18 +101,22 @@ class Limits:
     def __post_init__(self):
         self._set_sequences()
         self._set("accumulate", check_accumulate(self.accumulate))
-        for name in ("batch_size_multiple", "min_batch_size", "max_batch_size"):
-            value = getattr(self, name)
-            if name != "max_batch_size" or value is not None:
-                self._set(name, check_positive(name, value))
+        for name in ("batch_size_multiple", "min_batch_size"):
+            self._set(name, check_positive(name, getattr(self, name)))
+        if (most := self.max_batch_size) is not None:
+            most = check_integer("max_batch_size", most, least=self.least_batch_size)
+            self._set("max_batch_size", most)
         for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
             self._set(name, self._checked(name, getattr(self, name)))
         others = "the lengths have"
         policies = checked_overlong(self.overlong, self.sequences, others)
         self._set("overlong", policies)
-        self._check_values()
-        if self.cost_fn is not None:
-            check_function("cost_fn", self.cost_fn, "(batch_size, seq_len)")
+        last = self.max_seq_len
+        if last is not None and (self._each(last) % self.multiples).any():
+            raise ValueError(
+                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
+                f"{self.seq_len_multiple!r}`. Change one of the two."
+            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -140,21 +142,6 @@ class Limits:
         if name == "max_tokens" and is_sequence and not self.sequences:
             return tuple(check_positive(name, x) for x in value)
         return sizes_of(name, value, self.sequences, "the lengths have")
-
-    def _check_values(self) -> None:
-        """Raises a ValueError if no B or no T satisfies the limits."""
-        most, least = self.max_batch_size, self.least_batch_size
-        if most is not None and most < least:
-            raise ValueError(
-                f"`max_batch_size={most}` is less than {least}, the smallest B for "
-                "`batch_size_multiple` and `min_batch_size`. Raise it, or lower these."
-            )
-        last = self.max_seq_len
-        if last is not None and (self._each(last) % self.multiples).any():
-            raise ValueError(
-                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
-                f"{self.seq_len_multiple!r}`. Change one of the two."
-            )
 
     def of(self, lengths: Lengths) -> Limits:
         """Returns the limits with the names of the sequences of lengths.
@@ -214,20 +201,6 @@ class Limits:
             return self._each(self.max_seq_len).astype(np.int64)
         return self.rounded(lengths.max(axis=0))
 
-    def longest(self, lengths: np.ndarray) -> int:
-        """Returns T of the last bucket for examples with one length.
-
-        Args:
-          lengths: `[N]` integers, one per example.
-
-        Raises:
-          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error".
-        """
-        last = int(self.max_seq_lens(lengths[:, None]).item())
-        if self.overlong == "error":
-            check_longest(lengths, last)
-        return last
-
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the lengths of the examples to plan for, `[n, Q]`.
 
@@ -238,16 +211,9 @@ class Limits:
           ValueError: if a sequence is too long and its policy is "error", or no
             example is left.
         """
-        longest = np.minimum(self.max_seq_lens(lengths), MAX_LENGTH)
-        policies = self._each(self.overlong)
-        is_over = lengths > longest
-        is_dropped = is_over[:, policies == "drop"].any(axis=1)
-        if is_dropped.all():
-            raise ValueError(nothing_left(self.max_seq_len))
-        for q in np.flatnonzero(policies == "error").tolist():
-            used, name = lengths[:, q] * ~is_dropped, self.sequences[q]
-            check_longest(used, int(longest[q]), name)
-        return np.minimum(lengths[~is_dropped], longest.astype(lengths.dtype))
+        (longest,) = self.named(self.max_seq_lens(lengths)[None])
+        lengths = lengths if self.sequences else lengths[:, 0]
+        return kept_lengths(lengths, longest, self.overlong)
 
     def sizes(
         self, seq_lens: np.ndarray, batch_sizes: np.ndarray, examples: np.ndarray
@@ -296,12 +262,12 @@ class Limits:
             return np.full(len(seq_lens), budget, np.int64)
         checked = (
             check_positive(f"max_tokens({size!r})", budget(size))
-            for size in self._named(seq_lens)
+            for size in self.named(seq_lens)
         )
         return np.fromiter(checked, np.int64, len(seq_lens))
 
-    def _named(self, seq_lens: np.ndarray) -> list[Any]:
-        """Returns the T of each shape as users see it: an integer, or `Sizes`."""
+    def named(self, seq_lens: np.ndarray) -> list[Any]:
+        """Returns the `[n, Q]` T of shapes as users see them: integers, or `Sizes`."""
         if not self.sequences:
             return seq_lens.ravel().tolist()
         rows = seq_lens.tolist()
@@ -322,7 +288,7 @@ class Limits:
         """
         if self.cost_fn is None:
             return batch_sizes * _totals(seq_lens)
-        shapes = zip(batch_sizes.tolist(), self._named(seq_lens), strict=True)
+        shapes = zip(batch_sizes.tolist(), self.named(seq_lens), strict=True)
         costs = (self._cost(*shape) for shape in shapes)
         return np.fromiter(costs, np.float64, len(seq_lens))
 
@@ -373,7 +339,7 @@ class Limits:
         if callable(budget) or isinstance(budget, tuple):
             budget = int(self._budgets(seq_lens).max())
         plan = BucketPlan(
-            tuple(map(Bucket, batch_sizes.tolist(), self._named(seq_lens))),
+            tuple(map(Bucket, batch_sizes.tolist(), self.named(seq_lens))),
             max_tokens=budget,
             batch_size_multiple=self.batch_size_multiple,
             seq_len_multiple=checked_size("seq_len_multiple", self.seq_len_multiple),
@@ -414,17 +380,9 @@ class Limits:
             budget = int(self._budgets(seq_lens)[bad])
         raise ValueError(
             f"`max_tokens={budget!r}` does not hold {least} row{'s' * (least > 1)} of "
-            f"`seq_len={self._named(seq_lens)[bad]!r}`. Raise it to {needed}, or lower "
+            f"`seq_len={self.named(seq_lens)[bad]!r}`. Raise it to {needed}, or lower "
             "`max_seq_len`, `batch_size_multiple` or `min_batch_size`."
         )
-
-
-def nothing_left(max_seq_len: Any) -> str:
-    """Returns the error message if every example is dropped."""
-    return (
-        f"`max_seq_len={max_seq_len!r}` is shorter than every example, and "
-        "`overlong='drop'` leaves all of them out. Raise it."
-    )
 
 
 def _totals(seq_lens: np.ndarray) -> np.ndarray:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice, check_lengths, check_positive
-from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.sizes import Lengths
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
-from jaxbucket.plan.candidates import Candidates
+from jaxbucket.plan.candidates import Candidates, example_counts
 from jaxbucket.plan.costs import CostFn
-from jaxbucket.plan.histogram import example_counts
 from jaxbucket.plan.joint_planner import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
@@ -30,12 +28,11 @@ Rule: TypeAlias = Literal[
     "geometric",
     "powers_of_two",
 ]
-Boundaries: TypeAlias = Rule | Sequence[int] | Sequence[Mapping[str, int]] | Chooser
+Boundaries: TypeAlias = Rule | Sequence[int] | Sequence[Mapping[str, int]]
 
 RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 
 
-@bar_if_slow("Planning buckets")
 def plan_buckets(
     lengths: Lengths,
     *,
@@ -101,9 +98,9 @@ def plan_buckets(
         "equal_tokens" the same number of tokens; "equal_width" and "geometric" increase
         T by a constant step or ratio, "quarters" uses four equal steps, and
         "powers_of_two" uses the largest powers of two. You can also pass increasing
-        lengths (then `num_buckets` and `max_seq_len` are ignored), or a function of
-        (`Candidates`, `num_buckets`). With several sequences, pass "optimal" or a list
-        of mappings with a T for each. To fix B as well, use `BucketPlan.from_shapes`.
+        lengths; then `num_buckets` and `max_seq_len` are ignored. With several
+        sequences, pass "optimal" or a list of mappings with a T for each. To fix B as
+        well, use `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
         "truncate", "truncate_left" to keep their last tokens, or "split" to plan for
         the chunks that `split_source` returns.
@@ -153,7 +150,7 @@ def plan_within(
       lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
       limits: the limits of all shapes, and the cost of a step.
       num_buckets: the largest number of shapes.
-      boundaries: a rule, increasing lengths, or a function, as for `plan_buckets`.
+      boundaries: a rule, or increasing lengths, as for `plan_buckets`.
 
     Raises:
       ValueError: if `plan_buckets` raises it.
@@ -172,30 +169,12 @@ def plan_within(
                 "'optimal', or a list of mappings from sequence name to T."
             )
         return plan_sequences(lengths, limits, num_buckets)
-    array = check_lengths(lengths)
+    array, rule = check_lengths(lengths), cast(Rule, boundaries)
     if given is not None:
         return _plan_at(given, array, limits)
-    rule: Any = boundaries
-    if not callable(boundaries):
-        check_choice("boundaries", boundaries, sorted(RULES))
-        rule = RULES[rule]
-    return _plan_by(rule, array, limits, num_buckets)
-
-
-def _plan_by(
-    chooser: Chooser, lengths: np.ndarray, limits: Limits, num_buckets: int
-) -> BucketPlan:
-    """Returns the plan with the boundaries that a function chooses."""
-    candidates = Candidates.of(lengths, limits)
-    num_buckets = min(num_buckets, len(candidates))
-    chosen, last = np.asarray(chooser(candidates, num_buckets)), len(candidates) - 1
-    is_valid = 0 < chosen.size <= num_buckets and chosen.dtype.kind in "iu"
-    is_valid = is_valid and chosen.ndim == 1 and chosen[0] >= 0 and chosen[-1] == last
-    if not is_valid or np.any(np.diff(chosen) < 1):
-        raise ValueError(
-            f"`boundaries` returned {chosen.tolist()}. Return at most {num_buckets} "
-            f"increasing indices of candidates, up to the last one, {last}."
-        )
+    check_choice("boundaries", rule, sorted(RULES))
+    candidates = Candidates.of(array, limits)
+    chosen = RULES[rule](candidates, min(num_buckets, len(candidates)))
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 

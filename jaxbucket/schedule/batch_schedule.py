@@ -22,15 +22,14 @@ from jaxbucket.base.checks import (
     check_seed,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths, any_lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.selection import selected_indices
+from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
 from jaxbucket.plan.reports.epoch import (
     Report,
     changed_examples,
-    lag1_autocorrelation,
     report,
 )
 from jaxbucket.schedule.balance import balance_rows
@@ -147,7 +146,7 @@ class BatchSchedule(Schedule):
                 "`plan` is for packed rows. Pass the `packing` that was planned with "
                 "it, or use `plan.unpacked` to have one example per row."
             )
-        columns, self.subset = _check_lengths(plan, lengths, subset)
+        columns, self.subset = _selected(plan, lengths, subset)
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -271,8 +270,8 @@ class BatchSchedule(Schedule):
         shape = (bucket.batch_size, *segments)
         return BatchIndices(bucket, np.full(shape, EMPTY_ROW, np.int64))
 
-    def report(self, epoch: int = 0) -> Report:
-        """Returns the exact cost of an epoch and the autocorrelation of its batches.
+    def report(self) -> Report:
+        """Returns the exact cost of an epoch.
 
         If each epoch drops different examples, the real tokens and the examples of
         packed rows are means over the epochs.
@@ -280,23 +279,8 @@ class BatchSchedule(Schedule):
         Example:
           >>> from jaxbucket import Bucket
           >>> plan = BucketPlan((Bucket(2, 4), Bucket(1, 8)), max_tokens=8)
-          >>> lengths = [4] * 8 + [8] * 4
-          >>> BatchSchedule(plan, lengths, order="ascending").report().autocorrelation
-          0.625
-
-        Args:
-          epoch: the epoch whose batch order is reported, counted from 0.
-
-        Raises:
-          ValueError: if the order draws with replacement.
-        """
-        seq_lens = self.plan.tokens_per_row[self._epochs.buckets(epoch)]
-        return dataclasses.replace(
-            self.cost(), autocorrelation=lag1_autocorrelation(seq_lens)
-        )
-
-    def cost(self) -> Report:
-        """Returns the same report without the autocorrelation of the batches.
+          >>> BatchSchedule(plan, [4] * 7 + [8] * 4).report().steps_per_epoch
+          8
 
         Raises:
           ValueError: if the order draws with replacement.
@@ -390,7 +374,7 @@ class BatchSchedule(Schedule):
         }
 
 
-def _check_lengths(
+def _selected(
     plan: BucketPlan, lengths: Lengths, subset: ArrayLike | None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns the lengths, `[N]` or `[N, Q]`, and the subset, `[N]` bool or None.

@@ -32,15 +32,14 @@ class CombinedSchedule(Schedule):
     def __init__(self, components: Mapping[Any, Schedule], names: tuple[str, ...] = ()):
         self._components = list(components.values())
         self.names = names
-        if not components:
-            raise ValueError("`schedules` is empty. Pass at least one schedule.")
-        for key, component in components.items():
-            if not isinstance(component, Schedule) or component.names:
-                raise ValueError(
-                    f"`schedules[{key!r}]` is a {type(component).__name__}. Pass a "
-                    "`BatchSchedule` or another schedule without names. The weights of "
-                    "a mixture change by `weights={0: ..., 1000: ...}`."
-                )
+        if not components or not all(
+            isinstance(x, Schedule) and not x.names for x in self._components
+        ):
+            raise ValueError(
+                f"`schedules={components}`: pass at least one `BatchSchedule` or other "
+                "schedule without names. The weights of a mixture change by "
+                "`weights={0: ..., 1000: ...}`."
+            )
         kinds = {
             (x.sequences, x.max_segments is None, f"{x.truncates} {x.truncates_left}")
             for x in self._components
@@ -94,16 +93,17 @@ class CombinedSchedule(Schedule):
         return [x.config() | {"of": x.fingerprint} for x in self._components]
 
 
-def check_change_steps(name: str, changes: Mapping[int, Any]) -> list[int]:
+def change_steps(name: str, changes: Any) -> list[int]:
     """Returns the steps from which each of several values holds.
 
     Raises:
-      ValueError: if they do not start with 0 or are not ascending integers.
+      ValueError: if `changes` is no mapping from steps, or they do not start with 0 or
+        are not ascending integers.
     """
-    steps = [check_integer(name, step) for step in changes]
-    if steps != sorted({0, *steps}):
+    steps = list(changes) if isinstance(changes, Mapping) else []
+    if [check_integer(name, step) for step in steps] != sorted({0, *steps}):
         raise ValueError(
-            f"`{name}` has the steps {steps}. Start with step 0, in ascending order: "
-            f"`{name}={{0: first, 1000: second}}`."
+            f"`{name}={changes!r}`: pass a mapping from ascending steps, which starts "
+            f"with step 0: `{name}={{0: first, 1000: second}}`."
         )
     return steps

@@ -39,18 +39,12 @@ class DifficultyIndex:
     def __init__(self, folder: str | os.PathLike[str]):
         self._folder = pathlib.Path(folder)
         self.difficulty, self.examples = map(self._mapped, (DIFFICULTY, EXAMPLES))
-        size = len(self.difficulty)
-        if self.examples.shape != (size,) or self.examples.dtype != index_dtype(size):
-            raise ValueError(
-                f"{self._folder / EXAMPLES} has {self.examples.dtype}"
-                f"{list(self.examples.shape)} for {size} difficulties. {_REMEDY}"
-            )
 
     def __repr__(self) -> str:
         return f"DifficultyIndex({str(self._folder)!r}, {len(self)} examples)"
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self.difficulty)
 
     def _mapped(self, name: str) -> np.ndarray:
         try:
@@ -68,15 +62,34 @@ class DifficultyIndex:
         Raises:
           ValueError: if the files of the index do not belong together.
         """
-        is_found = np.zeros(len(self), bool)
-        is_found[self.examples[self.examples < len(self)]] = True
-        difficulty = self.difficulty[self.examples] if is_found.all() else None
-        if difficulty is None or np.any(difficulty[1:] < difficulty[:-1]):
+        size = len(self)
+        is_found = np.zeros(size, bool)
+        is_found[self.examples[self.examples < size]] = True
+        difficulty = self.difficulty[self.examples.clip(max=size - 1)]
+        is_permutation = len(difficulty) == size and is_found.all()
+        if not is_permutation or np.any(difficulty[1:] < difficulty[:-1]):
             raise ValueError(
                 f"{self._folder / EXAMPLES} does not have the examples in the order of "
                 f"their difficulty. {_REMEDY}"
             )
         return difficulty
+
+
+def check_difficulties(name: str, array: np.ndarray, kinds: str = "iuf") -> None:
+    """Raises a ValueError unless an array has a finite number for each example."""
+    if array.ndim != 1 or array.dtype.kind not in kinds or array.dtype.itemsize > 8:
+        raise ValueError(
+            f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number of at most "
+            "64 bits for each example, [N]."
+        )
+    is_float = array.dtype.kind == "f"
+    is_valid = np.isfinite(array) if is_float else array <= np.iinfo(np.int64).max
+    if not is_valid.all():
+        bad = int(np.argmin(is_valid))
+        raise ValueError(
+            f"`{name}[{bad}]={array[bad]}` is not finite, or above 2**63 - 1. Pass "
+            "another number, or leave the example out."
+        )
 
 
 def as_stored(value: float, dtype: np.dtype) -> float:

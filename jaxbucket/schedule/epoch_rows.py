@@ -14,8 +14,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.lengths import total_lengths
 from jaxbucket.base.permutation import fold, permute
+from jaxbucket.base.sizes import total_lengths
 from jaxbucket.plan.flow.remainder import Remainder, epoch_flow
 from jaxbucket.plan.reports.epoch import report
 from jaxbucket.schedule.pacing import Unit
@@ -81,7 +81,7 @@ class EpochRows:
         self._num_examples = len(lengths)
         self._examples, counts = examples_by_bucket(plan, lengths, within, subset)
         self._offsets = np.cumsum(counts) - counts
-        self.flow = epoch_flow(plan, counts, remainder, group)
+        self.flow = epoch_flow(plan, counts, self.sizes, plan.costs, remainder)
         self.num_batches = self.flow.num_batches
         self.batches_per_step = batches_per_step
         self.steps_per_epoch = -(-self.num_batches // batches_per_step)

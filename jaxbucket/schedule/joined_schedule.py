@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxbucket.schedule.base import Schedule, check_epoch, check_step
-from jaxbucket.schedule.combined import CombinedSchedule, check_change_steps
+from jaxbucket.schedule.combined import CombinedSchedule, change_steps
 
 
 class JoinedSchedule(CombinedSchedule):
@@ -58,14 +58,10 @@ class JoinedSchedule(CombinedSchedule):
     """
 
     def __init__(self, schedules: Mapping[int, Schedule]):
-        if not isinstance(schedules, Mapping):
-            raise ValueError(
-                f"`schedules` is a {type(schedules).__name__}. Pass a mapping from "
-                "steps to schedules: `{0: first, 1000: second}`."
-            )
+        first_steps = change_steps("schedules", schedules)
         super().__init__(schedules)
         self.schedules = dict(schedules)
-        self._first_steps = check_change_steps("schedules", schedules)
+        self._first_steps = first_steps
         first = self._components[0]
         for step, schedule in schedules.items():
             if schedule.data_fingerprint != first.data_fingerprint:

@@ -17,7 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.digest import digest
-from jaxbucket.schedule.difficulty_index import DifficultyIndex, as_stored
+from jaxbucket.schedule.difficulty_index import (
+    DifficultyIndex,
+    as_stored,
+    check_difficulties,
+)
 from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.pacing import (
     SHARE_TOLERANCE,
@@ -55,28 +59,13 @@ class Metric:
         self.name = name
         self._index = difficulty if isinstance(difficulty, DifficultyIndex) else None
         self.values = self._index.difficulty if self._index else np.asarray(difficulty)
-        self._check_values()
+        check_difficulties(name, self.values)
         check_pacing(pacing)
         self.pacing = pacing
         if isinstance(pacing, ByValue) and pacing.last < (least := self.values.min()):
             raise ValueError(
-                f"`pacing` of `{name}` opens no example at any time: its last value, "
-                f"{pacing.last}, is below the smallest difficulty, {least}. Raise "
-                "`high`."
-            )
-
-    def _check_values(self) -> None:
-        name, array = self.name, self.values
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iuf":
-            raise ValueError(
-                f"`{name}` is {array.dtype}{list(array.shape)}. Pass one number for "
-                "each example, [N]."
-            )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            bad = int(np.argmin(np.isfinite(array)))
-            raise ValueError(
-                f"`{name}[{bad}]={array[bad]}` is not finite. Pass a finite number or "
-                "leave the example out."
+                f"`pacing` of `{name}` ends with {pacing.last}, below the smallest "
+                f"difficulty, {least}. Raise `high`."
             )
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.checks import check_choice, with_article
+from jaxbucket.base.checks import check_choice, check_type
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
 from jaxbucket.schedule.epoch_rows import EpochRows, Within, shuffled_slots
 from jaxbucket.schedule.spread import spread_updates
@@ -36,10 +36,6 @@ class EpochOrder(Protocol):
           The index of the bucket in the plan, and the `[n]` int64 examples of the rows
           that are not empty.
         """
-        ...
-
-    def buckets(self, epoch: int) -> np.ndarray:
-        """Returns the bucket indices of the batches of an epoch, `[num_batches]`."""
         ...
 
 
@@ -150,10 +146,6 @@ class ShuffledEpochs:
         bucket, row = self._rows.batch_rows(int(number))
         return bucket, self._examples(epoch, bucket, row)
 
-    def buckets(self, epoch: int) -> np.ndarray:
-        positions = np.arange(self._rows.num_batches)
-        return self._rows.bucket_of(self._numbers(epoch, positions))
-
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """Returns the examples in the `[n]` rows of a bucket."""
         slots = shuffled_slots(self._seed, epoch)
@@ -243,9 +235,6 @@ class _FixedEpochs:
         bucket, row = self._rows.batch_rows(int(self._order(epoch)[position]))
         return bucket, self._rows.examples(bucket, row)
 
-    def buckets(self, epoch: int) -> np.ndarray:
-        return self._rows.bucket_of(self._order(epoch))
-
     def _order(self, epoch: int) -> np.ndarray:
         if epoch or self._first is None:
             return self._sorted
@@ -290,10 +279,6 @@ def check_order(order: Any, num_examples: int) -> Order:
     if isinstance(order, str):
         check_choice("order", order, list(NAMED))
         order = NAMED[order]
-    elif not isinstance(order, Order):
-        raise ValueError(
-            f"`order` is {with_article(order)}. Pass one of the names "
-            f"{', '.join(NAMED)}, or an `Order` such as `Curriculum(difficulty)`."
-        )
+    check_type("order", order, Order, f"Or pass one of the names {', '.join(NAMED)}.")
     order.check(num_examples)
     return order

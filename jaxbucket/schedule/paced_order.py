@@ -45,9 +45,6 @@ class PacedOrder:
         examples = dealt.examples[dealt.ends[position] : dealt.ends[position + 1]]
         return int(dealt.buckets[position]), examples.astype(np.int64)
 
-    def buckets(self, epoch: int) -> np.ndarray:
-        return self._dealt(epoch).buckets
-
     def _dealt(self, epoch: int) -> _DealtEpoch:
         return recent(self._epochs, epoch, lambda: self._deal(epoch))
 
@@ -216,11 +213,6 @@ class OpenDraws:
         drawn = permute(np.arange(min(size, num_open)), num_open, key)
         # If fewer examples than rows are open, they are repeated evenly.
         return bucket, examples[bucket][np.resize(drawn, size)].astype(np.int64)
-
-    def buckets(self, epoch: int) -> np.ndarray:
-        positions = range(self._rows.num_batches)
-        counts = (self.open_examples(epoch, x)[0] for x in positions)
-        return np.array([self._bucket(epoch, *x)[0] for x in enumerate(counts)])
 
     def _bucket(self, epoch: int, position: int, counts: list[int]) -> tuple[int, int]:
         """Returns a bucket, drawn by the batches of its open examples, and a key."""

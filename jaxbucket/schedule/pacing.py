@@ -14,7 +14,6 @@ import bisect
 import dataclasses
 import itertools
 import math
-import numbers
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal, TypeAlias, get_args
@@ -177,11 +176,6 @@ class ByValue:
 
     def __post_init__(self):
         check_pacing(self.pacing)
-        if isinstance(self.pacing, ByValue):
-            raise ValueError(
-                "`pacing` is a `ByValue`, whose results are no shares. Pass the "
-                "pacing function of a share."
-            )
         check_float("low", self.low, least=-math.inf)
         check_float("high", self.high, least=self.low)
         if self.multiple is not None:
@@ -241,11 +235,4 @@ def open_share(pacing: Pacing, progress: float) -> float:
     Raises:
       ValueError: if the function does not return a number from 0 to 1.
     """
-    share = pacing(progress)
-    # `numbers.Real` also covers the scalars of numpy.
-    if not (isinstance(share, numbers.Real) and 0 <= share <= 1):
-        raise ValueError(
-            f"`pacing({progress})` returned {share!r}. Return a share of the examples, "
-            "a number from 0 to 1."
-        )
-    return float(share)
+    return check_float(f"pacing({progress})", pacing(progress), least=0, most=1)

@@ -20,8 +20,9 @@ import numpy as np
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.lengths import lengths_matrix, total_lengths
+from jaxbucket.base.checks import check_type
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
+from jaxbucket.base.sizes import lengths_matrix, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.recent import recent
@@ -248,11 +249,8 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
     Raises:
       ValueError: if `packing` is not a `Packing`, or the plan does not hold its rows.
     """
-    if not isinstance(packing, Packing):
-        raise ValueError(
-            f"`packing` is a {type(packing).__name__}, not a `Packing`. Create one "
-            "with `jb.packing.pack(lengths, max_seq_len)`."
-        )
+    remedy = "Create one with `jb.packing.pack(lengths, max_seq_len)`."
+    check_type("packing", packing, Packing, remedy)
     lengths = packing.row_lengths
     if isinstance(lengths, Mapping):
         lengths = lengths_matrix(lengths, packing.sequences)

@@ -20,6 +20,7 @@ from jaxbucket.schedule.difficulty_index import (
     DIFFICULTY,
     EXAMPLES,
     DifficultyIndex,
+    check_difficulties,
     index_dtype,
 )
 from jaxbucket.sort.sorting import SortedShare, sample_sort
@@ -158,20 +159,8 @@ def _as_stored(difficulty: ArrayLike) -> np.ndarray:
     array = np.asarray(difficulty)
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
-    if array.ndim != 1 or array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
-        raise ValueError(
-            f"`difficulty` is {array.dtype}{list(array.shape)}. Pass one number for "
-            "each example, [n]."
-        )
-    is_float = array.dtype.kind == "f"
-    is_valid = np.isfinite(array) if is_float else array <= np.iinfo(np.int64).max
-    if not is_valid.all():
-        bad = int(np.argmin(is_valid))
-        raise ValueError(
-            f"`difficulty[{bad}]={array[bad]}` is not finite, or above 2**63 - 1. "
-            "Assign a different number to the example, or remove it."
-        )
-    if is_float:
+    check_difficulties("difficulty", array, "biuf")
+    if array.dtype.kind == "f":
         return array.astype("<f8" if array.dtype.itemsize == 8 else "<f4")
     return array.astype("<i4" if np.can_cast(array.dtype, np.int32) else "<i8")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.plan.flow.dominance import dominates
-from jaxbucket.plan.flow.remainder import row_flow
+from jaxbucket.plan.flow.remainder import epoch_flow
 
 
 def cheapest_batches(
@@ -44,7 +44,7 @@ def cheapest_batches(
         return left
 
     rows = rows_of_part(needed, num_parts, orders)
-    batches = row_flow(plan, rows, sizes, plan.costs).batches.tolist()
+    batches = epoch_flow(plan, rows, sizes, plan.costs).batches.tolist()
     # With several sequences, examples may take the rows that were meant for others.
     # These then get batches of their own bucket.
     left = list(zip(left_by(batches), num_parts, strict=True))

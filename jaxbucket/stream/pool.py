@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.flow.remainder import row_flow
+from jaxbucket.plan.flow.remainder import epoch_flow
 from jaxbucket.stream.drain import fill_order
 from jaxbucket.stream.overlong import ExampleLengths
 from jaxbucket.stream.reader import PooledExample
@@ -132,7 +132,7 @@ class PaddedPool(Pool):
     def _cheapest_of_remainder(self, rows: Sequence[int]) -> int:
         """Returns the shortest bucket of the cheapest batches for all examples."""
         costs = self._plan.costs * rows / self._plan.batch_sizes
-        flow = row_flow(self._plan, self.rows_needed(), rows, costs)
+        flow = epoch_flow(self._plan, self.rows_needed(), rows, costs)
         return int((flow.batches > 0).argmax())
 
     def rows_needed(self) -> list[int]:

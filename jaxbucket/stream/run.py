@@ -26,11 +26,11 @@ from jaxbucket.base.checks import (
     check_positive,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.lengths import Lengths
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
+from jaxbucket.base.sizes import Lengths
 from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares

@@ -23,7 +23,7 @@ from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import CompileOptions, Program
 from jaxbucket.compile.steps import CompiledSteps
-from jaxbucket.optim.scaling_rules import at_least_float32
+from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.train.loss import Metrics
 from jaxbucket.train.modes import Mode, jit_step, row_keys
 from jaxbucket.train.state import TrainState, checked_state

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.optim.scaling_rules import at_least_float32
+from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.train.loss import LossFn, Metrics, call_loss
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import (

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbucket.optim.scaling_rules import at_least_float32
+from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.loss import Metrics, mean_metrics
 from jaxbucket.train.state import TrainState

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxbucket as jb
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
@@ -88,9 +87,7 @@ def test_updates_keep_their_dtype(dtype):
         ({"base_weight": np.int64(2)}, {"weight": jnp.float32(0)}, 0),
         ({"base_rows": 2, "rule": "none"}, {"num_rows": 77}, 1),
         ({"base_rows": 2, "rule": lambda ratio: 0.5}, {"num_rows": 77}, 0.5),
-        ({"base_rows": 4, "max_factor": 2}, {"num_rows": 400}, 2),
-        ({"base_rows": 4, "min_factor": np.int64(3)}, {"num_rows": 4}, 3),
-        ({"base_rows": 4, "min_factor": 0.5, "max_factor": 2}, {"num_rows": 6}, 1.5),
+        ({"base_rows": 4, "rule": lambda x: jnp.clip(x, 0, 2)}, {"num_rows": 400}, 2),
     ],
 )
 def test_the_factor_follows_the_named_size_and_its_bounds(base, sizes, factor):
@@ -134,8 +131,8 @@ def test_batches_of_10_and_4_examples_have_the_expected_rates(rule, rates):
     rate = jb.scale_schedule(1e-3, base_examples=2, rule=rule)
     inside = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     outside = optax.chain(
-        optax.sgd(1e-3),
-        jb.scale_by_batch_size(base_examples=2, rule=rule, learning_rate=1e-3),
+        optax.inject_hyperparams(optax.sgd)(1e-3),
+        jb.scale_by_batch_size(base_examples=2, rule=rule),
     )
     for tx in (inside, outside):
         state = tx.init(jnp.ones(()))
@@ -414,18 +411,6 @@ def test_inverse_sqrt_equals_the_formula_of_the_paper():
 # The current learning rate, and skipped updates
 
 
-@pytest.mark.parametrize("rate", [0.5, optax.linear_schedule(1.0, 0.0, 4)])
-def test_the_state_holds_the_current_rate(rate):
-    tx = optax.chain(
-        optax.sgd(rate),
-        jb.scale_by_batch_size(base_examples=2, rule="linear", learning_rate=rate),
-    )
-    state = tx.init(jnp.ones(()))
-    for size in (2, 8, 3, 5):
-        update, state = tx.update(jnp.ones(()), state, num_examples=size)
-        assert learning_rate_metrics(state)["learning_rate"] == -update
-
-
 def metrics_after(tx, params=None, **sizes):
     params = jnp.ones(()) if params is None else params
     _, state = tx.update(params, tx.init(params), params, **sizes)
@@ -453,7 +438,7 @@ def test_learning_rate_metrics_include_all_factors():
         ((injected, scale()), in_chain(4, rate=4)),
         # Before the optimizer, gradients are scaled.
         ((scale(), injected), in_chain(4, rate=1)),
-        ((optax.sgd(0.5), scale(**half), scale(**half)), in_chain(4, 4, rate=8)),
+        ((injected, scale(), scale()), in_chain(4, 4, rate=16)),
         ((decay,), half),
         ((optax.adam(1e-3),), {}),
         ((optax.adam(1e-3), scale()), in_chain(4)),
@@ -462,8 +447,8 @@ def test_learning_rate_metrics_include_all_factors():
     branches = optax.partition({"a": injected, "b": scale()}, {"x": "a", "y": "b"})
     params = {"x": jnp.ones(()), "y": jnp.ones(())}
     assert metrics_after(branches, params, num_examples=8) == {}
-    first = jb.scale_by_batch_size(base_examples=8, learning_rate=0.5).init(0)
-    assert learning_rate_metrics(first) == in_chain(1, rate=0.5)
+    first = jb.scale_by_batch_size(base_examples=8).init(0)
+    assert learning_rate_metrics(first) == in_chain(1)
 
 
 def plateau(count):
@@ -494,9 +479,10 @@ def test_the_first_state_has_the_dtypes_of_later_states(make, schedule, dtype, i
 
 
 def test_a_schedule_too_long_for_an_integer_suggests_a_float():
-    with pytest.raises(ValueError, match="2147483647|as floats, such as 1e10"):
+    with pytest.raises(OverflowError) as raised:
         work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 10**10))
         work(work.init())
+    assert "as a float, such as 1e10" in raised.value.__notes__[-1]
     work = jb.optim.schedule_by_work(optax.linear_schedule(0.0, 1e-3, 1e10))
     state = work.init()
     for _ in range(5):
@@ -513,11 +499,9 @@ def adams():
     base = {"base_examples": 1, "rule": "none"}
     return {
         "optax": optax.adam(schedule),
-        "injected": optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
         "reported": optax.chain(
-            optax.scale_by_adam(),
-            optax.scale_by_schedule(lambda count: -schedule(count)),
-            jb.scale_by_batch_size(**base, learning_rate=schedule),
+            optax.inject_hyperparams(optax.adam)(schedule),
+            jb.scale_by_batch_size(**base),
         ),
         "inside": optax.inject_hyperparams(optax.adam)(
             learning_rate=jb.scale_schedule(schedule, **base)
@@ -558,16 +542,6 @@ def test_a_skipped_update_keeps_averages_and_advances_schedules(name):
 # Among other transformations
 
 
-def test_nnx_optimizer_forwards_the_size():
-    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    before = np.asarray(model.bias.get_value())
-    tx = optax.chain(optax.sgd(1.0), jb.scale_by_batch_size(base_examples=4))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    optimizer.update(model, grads, num_examples=16)
-    np.testing.assert_array_equal(model.bias.get_value(), before - 2)
-
-
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 @pytest.mark.parametrize(
     ("base", "factor"),
@@ -600,10 +574,6 @@ def test_a_train_step_passes_the_sizes_of_the_global_batch(base, factor, mode):
         ({"base_examples": 4, "base_tokens": 9}, "base_tokens=9"),
         *(({"base_rows": x}, "base_rows") for x in (0, math.nan, math.inf, "3", True)),
         ({"base_rows": 2, "rule": "cubic"}, "rule"),
-        ({"base_rows": 2, "min_factor": 3, "max_factor": 2}, "max_factor"),
-        ({"base_rows": 2, "min_factor": -1}, "min_factor"),
-        ({"base_rows": 2, "min_factor": math.inf}, "min_factor"),
-        ({"base_rows": 2, "max_factor": math.nan}, "max_factor"),
     ],
 )
 def test_invalid_scalings_are_refused(options, name):
@@ -619,13 +589,6 @@ SCALED = jb.scale_schedule(1e-3, base_examples=2)
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        *(
-            (
-                lambda x=x: jb.scale_by_batch_size(base_rows=2, learning_rate=x),
-                "learning_rate",
-            )
-            for x in (BY_WORK, SCALED, "fast")
-        ),
         *(
             (lambda x=x: jb.scale_schedule(x, base_rows=2), "schedule")
             for x in (0, "fast", SCALED)

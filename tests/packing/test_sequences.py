@@ -1,9 +1,7 @@
 """Packing of examples with several sequences."""
 
 import itertools
-import pathlib
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +11,7 @@ from flax import nnx
 
 import jaxbucket as jb
 from jaxbucket import Bucket
-from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
-from jaxbucket.testing import check_batches
 
 NAMES = ("inputs", "notes", "targets")
 
@@ -128,25 +124,6 @@ def test_both_packers_hold_every_kind_within_the_capacities(seed):
     assert packing.num_rows == min(rows)
 
 
-def test_real_pairs_need_no_more_rows_than_with_grain():
-    path = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gsm8k.npz"
-    if not path.exists():
-        pytest.skip("shared/data is missing.")
-    with np.load(path) as columns:
-        lengths = {x: columns[x][:2000] for x in ("question_bytes", "answer_bytes")}
-    capacities = {"question_bytes": 2048, "answer_bytes": 2560}
-    packing = jb.packing.pack(lengths, capacities)
-    examples = [
-        {name: np.zeros(n, np.uint8) for name, n in zip(lengths, sizes, strict=True)}
-        for sizes in zip(*(x.tolist() for x in lengths.values()), strict=True)
-    ]
-    dataset = grain.MapDataset.source(examples).to_iter_dataset()
-    packed = grain.experimental.BestFitPackIterDataset(
-        dataset, length_struct=capacities, num_packing_bins=512
-    )
-    assert packing.num_rows <= sum(1 for _ in packed)
-
-
 def smaller_shapes(seed, capacities):
     """Returns shapes by increasing sum, the given one last."""
     rng = np.random.default_rng([seed, 1])
@@ -220,31 +197,6 @@ def test_unbatch_returns_every_example_once_per_epoch(seed, several):
         assert any(
             not np.array_equal(a, b) for a, b in zip(first[0], first[1], strict=True)
         )
-
-
-def test_a_loader_of_several_sequences_passes_check_batches():
-    lengths, capacities, _ = pairs_problem(5)
-    assert len(capacities) > 1
-    schedule = make_schedule(lengths, capacities, seed=3)
-    source = make_source(lengths)
-
-    def loader(host, start):
-        return jb.batch_dataset(
-            source,
-            schedule,
-            shard=jb.data.RowShard((host,), 2),
-            start_step=start,
-            sequences=make_groups(lengths),
-        )
-
-    check_batches(
-        loader,
-        num_examples=len(source),
-        buckets=schedule.plan.buckets,
-        max_tokens=schedule.plan.max_tokens,
-        num_hosts=2,
-        resume_at=(1, len(schedule) - 1),
-    )
 
 
 class Translator(nnx.Module):
@@ -388,13 +340,3 @@ def test_many_kinds_are_grouped_before_packing(seed, monkeypatch):
     )
     sums = np.add.reduceat(packing.slot_parts, packing.row_splits[:-1], axis=0)
     assert np.all(sums <= list(capacities.values()))
-
-
-@pytest.mark.parametrize("size", [100, 1 << 20])
-def test_count_kinds_agrees_with_numpy_unique(size):
-    # With and without lengths that fit a single 64-bit integer together.
-    lengths = np.random.default_rng(0).integers(1, min(size, 6), (500, 4))
-    kinds, counts = count_kinds(lengths, [size] * 4)
-    expected = np.unique(lengths, axis=0, return_counts=True)
-    np.testing.assert_array_equal(kinds, expected[0])
-    np.testing.assert_array_equal(counts, expected[1])

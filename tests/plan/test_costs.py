@@ -138,9 +138,7 @@ def test_costs_have_a_unit():
         ("vocab_size", lambda: TransformerCost(8, 1, -2)),
         ("flops_per_second", lambda: TransformerCost(8, 1, flops_per_second=-1.0)),
         ("per_step", lambda: StepTime(-1, 1, 1)),
-        ("per_step", lambda: StepTime(0, 0, 0)),
         ("seconds", lambda: StepTime.fit({})),
-        ("seconds", lambda: StepTime.fit({Bucket(2**20, 2**19): 1e-300})),
         ("seconds", lambda: StepTime.fit({Bucket(1, 8): 0})),
         ("seconds", lambda: StepTime.fit({(1, 8): 0.3})),  # type: ignore
     ],

@@ -66,7 +66,7 @@ def test_the_cost_of_a_plan_is_that_of_its_schedule(seed):
     pairs = make_pairs(seed)
     cost_fn = [None, pair_cost][seed % 2]
     plan = jb.plan_buckets(pairs, max_tokens=900, cost_fn=cost_fn, num_buckets=4)
-    report = jb.BatchSchedule(plan, pairs).cost()
+    report = jb.BatchSchedule(plan, pairs).report()
     assert report.epoch_cost == pytest.approx(jb.report(plan, pairs).epoch_cost)
     assert report.cost_unit == ("tokens" if cost_fn is None else "cost")
 

@@ -192,30 +192,6 @@ def test_no_choice_is_cheaper_with_micro_batches(seed):
     assert epoch.epoch_cost == pytest.approx(best, rel=1e-9)
 
 
-def cost_of(lengths: np.ndarray, boundaries: str, num_buckets: int, cost: Cost):
-    plan = plan_buckets(
-        lengths,
-        max_tokens=16 * (int(lengths.max()) + 8),
-        num_buckets=num_buckets,
-        batch_size_multiple=4,
-        seq_len_multiple=8,
-        boundaries=boundaries,
-        cost_fn=cost,
-    )
-    return report(plan, lengths).epoch_cost
-
-
-@pytest.mark.parametrize("name", ["tokens", "measured"])
-@pytest.mark.parametrize("num_buckets", [4, *exhaustive([16])])
-def test_no_rule_is_cheaper_on_real_lengths(real_lengths, num_buckets, name):
-    cost = COSTS[name]
-    best = cost_of(real_lengths, "optimal", num_buckets, cost)
-    for rule in RULES:
-        assert best <= cost_of(real_lengths, rule, num_buckets, cost) * (1 + 1e-12)
-    fewer = cost_of(real_lengths, "optimal", max(1, num_buckets // 2), cost)
-    assert best <= fewer * (1 + 1e-12)
-
-
 def full_batches(
     lengths: np.ndarray, num_buckets: int, max_tokens: int, cost: Cost
 ) -> float:

@@ -161,7 +161,6 @@ def test_the_fingerprint_depends_on_difficulties_and_options():
 @pytest.mark.parametrize(
     ("argument", "make"),
     [
-        ("difficulty", lambda: Curriculum([])),
         ("difficulty", lambda: Curriculum([[1.0]])),
         ("difficulty", lambda: Curriculum(["a"])),
         (r"difficulty\[1\]", lambda: Curriculum([1.0, np.nan])),
@@ -173,7 +172,6 @@ def test_the_fingerprint_depends_on_difficulties_and_options():
         ("pacing", lambda: Curriculum([1], 0.5)),
         ("pacing", lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 2))),
         ("pacing", lambda: Curriculum([3, 4], ByValue(LinearPacing(), 0, 7, 8))),
-        ("pacing", lambda: ByValue(ByValue(LinearPacing(), 0, 1), 0, 1)),
         ("high", lambda: ByValue(LinearPacing(), 5, 3)),
         ("high", lambda: ByValue(LinearPacing(), 0, math.inf)),
         ("multiple", lambda: ByValue(LinearPacing(), 0, 1, 0)),
@@ -200,5 +198,5 @@ def test_bad_arguments_are_refused(argument, make):
 def test_an_invalid_share_is_refused(share, replacement):
     order = Curriculum([1, 2], lambda epochs: share, replacement=replacement)
     schedule = BatchSchedule(plan_buckets([3, 4], max_tokens=8), [3, 4], order=order)
-    with pytest.raises(ValueError, match=r"`pacing\(0.0\)` returned"):
+    with pytest.raises(ValueError, match=r"`pacing\(0.0\)="):
         schedule[0]

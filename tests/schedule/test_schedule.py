@@ -134,8 +134,10 @@ def test_largest_first_starts_with_the_largest_bucket():
 # Micro-batches
 
 
-@pytest.mark.parametrize("remainder", ["cheapest", "promote", "pad", "drop"])
-@pytest.mark.parametrize("accumulate", [2, 5])
+@pytest.mark.parametrize(
+    ("accumulate", "remainder"),
+    [(2, "cheapest"), (5, "promote"), (5, "pad"), (2, "drop")],
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_micro_batches_of_a_step_have_the_same_bucket(order, accumulate, remainder):
     plan, lengths = random_problem()
@@ -175,17 +177,6 @@ def test_mixed_micro_batches_are_consecutive_batches(problem, order, accumulate)
         for filler in micro[len(single) :]:
             assert not filler.num_examples
             assert costs[filler.bucket] == min(costs.values())
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
-def test_shuffled_batches_are_not_autocorrelated(options):
-    plan, lengths = random_problem()
-    near = 4 / np.sqrt(len(BatchSchedule(plan, lengths)))
-    shuffled = BatchSchedule(plan, lengths, order="shuffled", **options).report()
-    assert abs(shuffled.autocorrelation) < near
-    assert "Autocorrelation of T from batch to batch: " in shuffled.summary
-    ascending = BatchSchedule(plan, lengths, order="ascending").report()
-    assert ascending.autocorrelation > 0.9
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -309,9 +300,6 @@ class BackwardsEpochs:
     def batch(self, epoch, position):
         return self._source.batch(epoch, self._last - position)
 
-    def buckets(self, epoch):
-        return self._source.buckets(epoch)[::-1]
-
 
 @pytest.mark.parametrize("remainder", ["cheapest", "drop"])
 def test_a_schedule_accepts_a_custom_order(remainder):
@@ -324,10 +312,7 @@ def test_a_schedule_accepts_a_custom_order(remainder):
         assert a.bucket == b.bucket
         np.testing.assert_array_equal(a.rows, b.rows)
     # Everything that depends on the kind of order: reports, names and packed rows.
-    assert schedule.cost() == source.cost()
-    assert schedule.report().autocorrelation == pytest.approx(
-        source.report().autocorrelation
-    )
+    assert schedule.report() == source.report()
     assert schedule.config() == {**source.config(), "order": "backwards"}
     assert schedule.fingerprint != source.fingerprint
     packing = pack(lengths, plan.max_seq_len)

@@ -14,7 +14,7 @@ from jaxbucket.schedule import (
     RootPacing,
     StepPacing,
 )
-from jaxbucket.schedule.metric import Metric, OpenExamples
+from jaxbucket.schedule.metric import Metric
 from jaxbucket.schedule.pacing import pacing_unit
 
 # Each opens examples by one metric; in a case, every metric has its own.
@@ -292,30 +292,6 @@ def test_open_sets_by_percentile_are_those_of_deepspeed():
         percentile = min(100, math.floor(Fraction(90 * (step + 1), 1234) + 10))
         # Each percentile has 7 examples.
         assert num_open(pacing, values, step) == 7 * percentile
-
-
-def test_intersections_are_those_of_deepspeed():
-    plan, lengths, metrics = problem()
-    pacing = {"length": PACINGS["value"], "level": PACINGS["steps"]}
-    order = Curriculum({name: metrics[name] for name in pacing}, pacing)
-    schedule = BatchSchedule(plan, lengths, order=order)
-    opened = OpenExamples(order._metrics, schedule._rows)
-    for epoch in range(2):
-        for position in range(len(schedule)):
-            start = opened.start(epoch, position)
-            found = opened.rise(epoch, start).opens <= position - start
-            expected = is_open(schedule, epoch * len(schedule) + position)
-            # The easiest examples are open even if nothing else is.
-            assert np.array_equal(found, expected) or not expected.any()
-
-
-def test_ranks_count_ties_and_kept_examples():
-    values = np.array([5.0, 1, 5, 3, 9])
-    kept = np.array([True, True, True, False, True])
-    metric = Metric("difficulty", values, LinearPacing())
-    assert metric.ranks(None)[0].tolist() == [4, 1, 4, 2, 5]
-    assert metric.ranks(kept)[0].tolist() == [3, 1, 3, 5, 4]
-    assert metric.ranks(kept)[1].tolist() == [1, 5, 5, 9]
 
 
 def test_large_integers_are_compared_with_values_exactly():

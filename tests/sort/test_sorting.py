@@ -10,8 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket import data_mesh
 from jaxbucket.compile import count_compiles
 from jaxbucket.sort import sample_sort
-from jaxbucket.sort.exchange import chunk_capacity
-from jaxbucket.sort.keys import Column, Composite
+from jaxbucket.sort.keys import Column
 
 DEVICES = [1, 2, 3, 4, 8]
 DTYPES = [np.dtype(x) for x in "? i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8".split()]
@@ -165,21 +164,6 @@ def test_encoding_preserves_order_and_can_be_inverted(dtype, descending):
         np.argsort(bits, kind="stable"), lexsort([keys], [descending])
     )
     np.testing.assert_array_equal(column.decode(bits.copy()), keys)
-
-
-def test_keys_of_few_bits_are_packed_into_one_word():
-    columns = [Column(np.dtype(np.int64), False), Column(np.dtype(np.int32), True)]
-    ranges = np.array([[5, 2**20], [0, 2**20]], np.uint64)
-    assert Composite(columns, ranges, 2**22).dtype == np.uint64
-    assert Composite(columns, ranges, 2**24).dtype == np.dtype("S16")
-
-
-def test_chunks_are_smaller_than_a_share():
-    for size in (10, 10**6, 10**8):
-        counts = np.full((4, 4), size // 16)
-        capacity = chunk_capacity(counts, 8)
-        assert capacity & (capacity - 1) == 0
-        assert 4 * 8 * capacity <= max(2**21, min(2**22, size // 4 * 8 // 4))
 
 
 def test_any_byte_order_is_accepted():

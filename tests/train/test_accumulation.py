@@ -241,8 +241,8 @@ def test_clipping_and_learning_rate_depend_on_the_whole_step():
     whole = jb.data.collate_rows(examples, jb.Bucket(40, 32))
     tx = optax.chain(
         optax.clip_by_global_norm(0.05),
-        optax.sgd(1.0),
-        jb.scale_by_batch_size(base_examples=10, rule="linear", learning_rate=1.0),
+        optax.inject_hyperparams(optax.sgd)(1.0),
+        jb.scale_by_batch_size(base_examples=10, rule="linear"),
     )
 
     def mean(params):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
+from jaxbucket.plan.flow.remainder import RowFlow, epoch_cost, flow_remainders
 from jaxbucket.plan.flow.step_sizes import StepSizes
 
 # The number of B with a promoted remainder that are tried, for each number of batches,
@@ -122,7 +122,7 @@ def _best(
 
 def fitted_between(
     sizes: StepSizes, counts: np.ndarray, dominates: np.ndarray
-) -> tuple[np.ndarray, float]:
+) -> tuple[np.ndarray, float, RowFlow]:
     """Returns the rows of a step of each bucket if examples have several lengths.
 
     As in `fitted`, but the remainder of a bucket may go to any bucket that dominates
@@ -135,7 +135,7 @@ def fitted_between(
       dominates: `[K, K]` bool, `above` of `flow_remainders`.
 
     Returns:
-      `[K]` int64 rows of a step, and the cost of an epoch.
+      `[K]` int64 rows of a step, the cost of an epoch, and its rows and batches.
     """
     number, width = len(counts), max(16, _FEW_STATES // len(counts))
     rates = sizes.row_costs().min(axis=1)
@@ -159,17 +159,9 @@ def fitted_between(
         bound = cost + (carried[:, k + 1 :] + counts[k + 1 :]) @ rates[k + 1 :]
         best = np.lexsort((steps, bound))[:width]
         cost, carried, chosen = cost[best], carried[best], chosen[best]
-    rows = sizes.holding(np.arange(number), chosen[0])
-    return min(
-        ((x, _flow_cost(sizes, counts, dominates, x)) for x in (rows, sizes.most)),
-        key=lambda pair: pair[1],
-    )
-
-
-def _flow_cost(
-    sizes: StepSizes, counts: np.ndarray, dominates: np.ndarray, rows: np.ndarray
-) -> float:
-    """Returns the cost of an epoch with some rows of a step of each bucket."""
-    costs = sizes.cost(np.arange(len(rows)), rows)
-    flow = flow_remainders(counts, rows, costs, above=dominates)
-    return float(epoch_cost(flow.batches, costs))
+    choices = []
+    for rows in (sizes.holding(np.arange(number), chosen[0]), sizes.most):
+        costs = sizes.cost(np.arange(number), rows)
+        flow = flow_remainders(counts, rows, costs, above=dominates)
+        choices.append((rows, float(epoch_cost(flow.batches, costs)), flow))
+    return min(choices, key=lambda choice: choice[1])

@@ -44,14 +44,18 @@ def search_targets(
       `[K]` int64, -1 for a remainder that is padded; None if no choice that costs less
       than the limit was found.
     """
-    buckets = _Buckets(counts, batch_sizes, costs.astype(np.float64), above)
+    costs = costs.astype(np.float64)
     width = max(1, _WORK // len(counts) ** 2)
     zeros = np.zeros((1, len(counts)), np.int64)
     states = _States(zeros, zeros - 1, np.zeros(1))
     for k in range(len(counts)):
-        states = _extend(states, buckets, k)
-        rows = states.carried[:, k + 1 :] + counts[k + 1 :]
-        bound = states.cost + _least_cost(buckets, rows, k + 1)
+        targets = np.flatnonzero(above[k]).tolist()
+        rows = states.carried[:, k] + counts[k]
+        states = _extend(states, k, *np.divmod(rows, batch_sizes[k]), costs[k], targets)
+        later = slice(k + 1, None)
+        rows = states.carried[:, later] + counts[later]
+        least = _least_cost(rows, batch_sizes[later], costs[later], above[later, later])
+        bound = states.cost + least
         kept = np.flatnonzero(bound < limit * _SLACK)
         kept = kept[_cheapest_of_each(rows[kept], states.cost[kept])]
         if len(kept) > width:
@@ -60,16 +64,6 @@ def search_targets(
     if not len(states.cost):
         return None
     return states.targets[np.argmin(states.cost)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buckets:
-    """The arguments of `search_targets`."""
-
-    counts: np.ndarray
-    batch_sizes: np.ndarray
-    costs: np.ndarray
-    above: np.ndarray
 
 
 @dataclasses.dataclass
@@ -90,37 +84,37 @@ class _States:
         return _States(self.carried[index], self.targets[index], self.cost[index])
 
 
-def _least_cost(buckets: _Buckets, rows: np.ndarray, first: int) -> np.ndarray:
-    """Returns a lower bound of the cost of rows in the buckets from `first` on, `[S]`.
+def _least_cost(
+    rows: np.ndarray, batch_sizes: np.ndarray, costs: np.ndarray, above: np.ndarray
+) -> np.ndarray:
+    """Returns a lower bound of the cost of `[S, n]` rows in n buckets, `[S]`.
 
     Full batches are never passed on, because more rows only make more of them. A row of
     a remainder costs at least what a row costs in the bucket or in one that dominates
     it; or else, a remainder costs a batch where no bucket can take it.
-
-    Args:
-      buckets: all K buckets.
-      rows: `[S, K - first]` int64, the rows in each bucket.
-      first: the first bucket that is still open.
     """
-    costs = buckets.costs[first:]
-    above = buckets.above[first:, first:]
-    rates = costs / buckets.batch_sizes[first:]
+    rates = costs / batch_sizes
     passed = np.where(above, rates, np.inf).min(axis=1, initial=np.inf)
     is_last = ~above.any(axis=1)
-    full, rest = np.divmod(rows, buckets.batch_sizes[first:])
+    full, rest = np.divmod(rows, batch_sizes)
     by_row = rest @ np.minimum(rates, passed)
     by_batch = (rest[:, is_last] > 0) @ costs[is_last]
     return full @ costs + np.maximum(by_row, by_batch)
 
 
-def _extend(states: _States, buckets: _Buckets, k: int) -> _States:
-    """Returns the states with every choice for the remainder of bucket k."""
-    rows, cost = states.carried[:, k] + buckets.counts[k], buckets.costs[k]
-    full, rest = np.divmod(rows, buckets.batch_sizes[k])
+def _extend(
+    states: _States,
+    k: int,
+    full: np.ndarray,
+    rest: np.ndarray,
+    cost: float,
+    targets: list[int],
+) -> _States:
+    """Returns the states with every choice for the remainder of bucket k, `rest`."""
     spent = states.cost + full * cost
     parts = [_States(states.carried, states.targets, spent + (rest > 0) * cost)]
     passed = np.flatnonzero(rest)
-    for target in np.flatnonzero(buckets.above[k]).tolist() if passed.size else ():
+    for target in targets if passed.size else ():
         part = states.take(passed)
         part.carried[:, target] += rest[passed]
         part.targets[:, k] = target

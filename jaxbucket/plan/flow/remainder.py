@@ -57,37 +57,20 @@ class RowFlow:
 
 
 def epoch_flow(
-    plan: BucketPlan, counts: np.ndarray, remainder: Remainder, together: int = 1
-) -> RowFlow:
-    """Returns the rows and batches of an epoch.
-
-    Args:
-      plan: the buckets.
-      counts: `[K]` integers, the number of examples that each bucket is assigned.
-      remainder: the policy for examples that do not fill a batch.
-      together: the number of batches of a bucket that are treated as one.
-
-    Raises:
-      ValueError: if the policy is unknown.
-    """
-    sizes = plan.batch_sizes * together
-    return row_flow(plan, counts, sizes, plan.costs, remainder)
-
-
-def row_flow(
     plan: BucketPlan,
     counts: Sequence[int] | np.ndarray,
     batch_sizes: Sequence[int] | np.ndarray,
     costs: np.ndarray,
     remainder: Remainder = "cheapest",
 ) -> RowFlow:
-    """Returns the rows and batches of examples, for batches of any size.
+    """Returns the rows and batches of an epoch, for batches of any size.
 
     Args:
       plan: the buckets.
       counts: `[K]` integers, the number of examples that each bucket is assigned.
-      batch_sizes: `[K]` integers, the rows of a batch of each bucket.
-      costs: `[K]` numbers, the cost of such a batch.
+      batch_sizes: `[K]` integers, the rows of a batch of each bucket; of several
+        batches if they are filled together.
+      costs: `[K]` numbers, which are proportional to the cost of such a batch.
       remainder: the policy for examples that do not fill a batch.
 
     Raises:

@@ -9,8 +9,7 @@ from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
-from jaxbucket.base.lengths import Lengths
-from jaxbucket.base.progress import bar_if_slow
+from jaxbucket.base.sizes import Lengths
 from jaxbucket.base.table import Record
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
@@ -145,7 +144,6 @@ class PlanCurve(Record):
         return table
 
 
-@bar_if_slow("Planning buckets")
 def plan_curve(
     lengths: Lengths,
     limits: Limits,
@@ -187,7 +185,13 @@ def plan_curve(
         limits; if `compile_seconds`, `num_epochs` or `max_buckets` is not positive; if
         the cost function does not return seconds.
     """
-    _check_seconds(limits)
+    unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
+    if unit not in (SECONDS, "cost"):
+        raise ValueError(
+            f"`cost_fn={limits.cost_fn}` counts {unit}, and compiling takes seconds. "
+            "Use `jb.plan.StepTime.fit(...)` or `jb.plan.TokenCost(tokens_per_second="
+            "...)`; on the command line, `--step-times` or `--per-second`."
+        )
     compile_seconds = check_float("compile_seconds", compile_seconds)
     num_epochs = check_float("num_epochs", num_epochs)
     max_buckets = check_positive("max_buckets", max_buckets)
@@ -236,15 +240,3 @@ def _beside(best: int, sizes: list[int]) -> list[int]:
     place = sizes.index(best)
     pairs = itertools.pairwise(sizes[max(place - 1, 0) : place + 2])
     return [(a + b) // 2 for a, b in pairs if b > a + max(1, a // _PER_DOUBLING)]
-
-
-def _check_seconds(limits: Limits) -> None:
-    """Raises a ValueError if the unit of the cost function is known and not seconds."""
-    unit = "tokens" if limits.cost_fn is None else unit_of(limits.cost_fn)
-    if unit not in (SECONDS, "cost"):
-        raise ValueError(
-            f"`cost_fn={limits.cost_fn}` counts {unit}, but compile time is measured "
-            "in seconds. Use `jb.plan.StepTime.fit(...)` with measured step times, or "
-            "`jb.plan.TokenCost(tokens_per_second=...)`. On the command line, use "
-            "`--step-times` or `--per-second`."
-        )

@@ -14,8 +14,8 @@ from jaxbucket.base.checks import (
     check_choice,
     check_lengths,
 )
-from jaxbucket.base.lengths import Lengths, total_lengths
 from jaxbucket.base.policies import GROUPS, Group
+from jaxbucket.base.sizes import Lengths, total_lengths
 from jaxbucket.plan.chunks import chunk_lengths, last_chunks
 from jaxbucket.plan.flow.remainder import (
     Remainder,
@@ -91,7 +91,8 @@ def report(
     by_sequence[-1] += full * int(plan.tokens_per_row[-1])
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
-    flow = epoch_flow(plan, counts, remainder, together)
+    sizes = plan.batch_sizes * together
+    flow = epoch_flow(plan, counts, sizes, plan.costs, remainder)
     steps, batches = _steps(plan, flow, accumulate, together)
     lost = (flow.dropped / np.maximum(counts, 1)) @ by_sequence
     kept = by_sequence.sum(axis=0) - np.rint(lost).astype(np.int64)
@@ -241,26 +242,3 @@ def _bucket_reports(
 
 def _padding_share(positions: int, tokens: float) -> float:
     return (positions - tokens) / max(positions, 1)
-
-
-def lag1_autocorrelation(values: np.ndarray) -> float | None:
-    """Returns the correlation of consecutive values, from -1 to 1.
-
-    Box and Jenkins, "Time Series Analysis", 1970: the sum of the products of
-    neighbors' deviations from the mean, divided by the sum of the squared deviations.
-
-    Example:
-      >>> lag1_autocorrelation(np.array([1, 2, 1, 2]))
-      -0.75
-
-    Args:
-      values: `[N]` numbers.
-
-    Returns:
-      The correlation, or None if all values are equal.
-    """
-    deviations = values - values.mean()
-    variance = float((deviations**2).sum())
-    if not variance:
-        return None
-    return float((deviations[1:] * deviations[:-1]).sum()) / variance

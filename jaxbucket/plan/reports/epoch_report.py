@@ -73,8 +73,6 @@ class Report(Record):
         as an example.
       mask_bytes: size of the largest boolean mask [B, 1, T, T] over all devices, which
         separates the examples of a row if attention does not use segment ids.
-      autocorrelation: correlation between the T of consecutive batches, from -1 to 1;
-        near 0 in a shuffled epoch. None if the order is unknown or T is constant.
       sequence_tokens: the part of `real_tokens` in each of several sequences; None if
         examples have one length.
       sequence_padding: the share of padding in the positions of each of several
@@ -102,7 +100,6 @@ class Report(Record):
     split_examples: int = 0
     chunks: int = 0
     packed_examples: int = 0
-    autocorrelation: float | None = None
     sequence_tokens: dict[str, int] | None = None
     unit: str = "tokens"
     wasteful_limits: tuple[str, ...] = ()
@@ -234,10 +231,6 @@ class Report(Record):
         ):
             if number:
                 lines.append(f"{number:,} examples {what}.")
-        if self.autocorrelation is not None:
-            lines.append(
-                f"Autocorrelation of T from batch to batch: {self.autocorrelation:.3f}."
-            )
         lines += self.wasteful_limits
         return "\n".join(lines)
 

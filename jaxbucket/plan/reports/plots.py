@@ -13,10 +13,11 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_lengths
+from jaxbucket.plan.chunks import kept_lengths
 from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
 from jaxbucket.plan.reports.curve import PlanCurve
-from jaxbucket.plan.reports.epoch import Report, report, row_lengths
+from jaxbucket.plan.reports.epoch import Report, report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,8 +69,7 @@ def plot_plan(
     """
     ax = ax or new_page(8, 4).subplots()
     epoch = epoch or report(plan.unpacked, lengths)
-    rows = row_lengths(plan, check_lengths(lengths))
-    real = np.sort(_kept(plan, rows))
+    real = np.sort(kept_lengths(lengths, plan.max_seq_len, plan.overlong)[:, 0])
     real = real[np.linspace(0, len(real) - 1, min(len(real), _MAX_POINTS)).astype(int)]
     padded = plan.boundaries[plan.assign(real)]
     share = np.linspace(0, 100, len(real))
@@ -120,10 +120,10 @@ def plot_shapes(
         `report(plan, lengths)`.
 
     Raises:
-      ValueError: if the lengths are not valid for the plan, or it drops all of them.
+      ValueError: if the lengths are not valid for the plan.
     """
     epoch = epoch or report(plan, lengths)
-    kept = _kept(plan, lengths)
+    kept = plan.kept_lengths(lengths)
     ax = ax or new_page(8, 6).subplots()
     longest = list(plan.max_seq_lens.values())[:2]
     _draw_examples(ax, kept, longest)
@@ -387,17 +387,6 @@ def plot_curve(
         ax.locator_params("x", integer=True)
     figure.suptitle(curve.reason, fontsize="small", wrap=True)
     return figure
-
-
-def _kept(plan: BucketPlan, lengths: Any) -> np.ndarray:
-    """Returns `plan.kept_lengths`, of which there must be some."""
-    kept = plan.kept_lengths(lengths)
-    if not len(kept):
-        raise ValueError(
-            "`overlong='drop'` leaves out every example, so there is nothing to draw. "
-            "Plan with a larger `max_seq_len`."
-        )
-    return kept
 
 
 def _legend_above(ax: Axes) -> None:

@@ -89,13 +89,6 @@ def test_a_report_agrees_with_the_schedule_on_real_lengths(real_lengths):
         check_report(plan, real_lengths)
 
 
-def test_moved_examples_are_counted_in_their_new_bucket():
-    plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
-    short, long = report(plan, [8, 8, 8, 8, 6, 10]).buckets
-    assert (short.carried, long.carried) == (0, 1)
-    assert (short.empty_rows, long.empty_rows) == (0, 0)
-
-
 def test_the_json_has_every_number():
     plan = BucketPlan((Bucket(6, 10), Bucket(2, 30)), max_tokens=60)
     epoch = report(plan, [10, 20, 30])

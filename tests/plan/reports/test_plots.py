@@ -1,12 +1,10 @@
-import dataclasses
-
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib import pyplot
 from matplotlib.collections import QuadMesh
 
-from jaxbucket import Bucket, BucketPlan, Limits, plan_buckets, report
+from jaxbucket import BucketPlan, Limits, plan_buckets
 from jaxbucket.plan import (
     TokenCost,
     chunk_lengths,
@@ -53,12 +51,6 @@ def test_areas_are_proportional_to_tokens():
     assert real + rest == pytest.approx(whole)
 
 
-def test_a_plan_that_drops_every_example_cannot_be_drawn():
-    plan = BucketPlan((Bucket(1, 8),), max_tokens=8, overlong="drop")
-    with pytest.raises(ValueError, match="`overlong='drop'`"):
-        plot_plan(plan, [9, 10])
-
-
 def test_plots_show_chunks():
     plan = BucketPlan.from_shapes([(4, 4), (2, 8)], overlong="split")
     ax = plot_plan(plan, [5, 50])
@@ -87,22 +79,6 @@ def test_a_histogram_of_lengths_holds_every_example_and_token(spread, bins):
                 assert share == pytest.approx(100 * up_to)
     assert below.get_xlabel().startswith("length (bytes)")
     assert (below.get_xscale() == "log") == (spread > 100)
-
-
-@pytest.mark.parametrize("remainder", ["pad", "cheapest", "promote"])
-def test_the_legend_has_the_figures_of_the_report(remainder):
-    lengths = np.random.default_rng(0).integers(1, 500, 300)
-    plan = plan_buckets(lengths, max_tokens=4096, num_buckets=5)
-    epoch = report(plan, lengths, remainder=remainder)
-    epoch = dataclasses.replace(epoch, unit="bytes")
-    ax = plot_plan(plan, lengths, epoch=epoch)
-    legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    padding, rest = epoch.summary.splitlines()[1].split(" padding: ")
-    in_rows, empty = rest.rstrip(".").split(", ")
-    empty = empty.replace(" in ", " ")
-    assert f"padding: {padding} ({in_rows}, {empty})" in legend
-    assert "real bytes" in legend
-    assert "bytes" in ax.get_ylabel()
 
 
 # Several sequences
