@@ -217,11 +217,10 @@ class CompiledAccumulation(CompiledSteps):
             dtype or feature outside the plan.
         """
         micro_batches = _checked(batch)
-        for micro_batch in micro_batches:
-            self.check_batch(micro_batch)
+        buckets = list(map(self.bucket_of, micro_batches))
         accumulated = self.run_program("begin")
-        for micro_batch in micro_batches:
-            accumulated = self.run(state, accumulated, micro_batch)
+        for bucket, micro_batch in zip(buckets, micro_batches, strict=True):
+            accumulated = self.run_program(bucket, state, accumulated, micro_batch)
         return self.run_program("update", state, accumulated)
 
 

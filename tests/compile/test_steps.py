@@ -465,7 +465,6 @@ REFUSED = [
     ("specs", {"specs": dict.fromkeys(SMALL.buckets, FIRST)}),
     ("workers", {"workers": 0}),
     ("executables", {"executables": "gs://bucket/folder"}),
-    ("unplanned", {"unplanned": "ignore"}),
 ]
 
 
@@ -541,21 +540,6 @@ def test_a_state_on_a_different_device_is_refused():
     )
     with pytest.raises(ValueError, match="sharding"):
         steps(other, small_batch(SMALL.buckets[0]))
-
-
-# Unplanned batches
-
-
-def test_unplanned_jit_compiles_a_program_for_the_batch():
-    step, _ = traced_step()
-    steps = jb.compile_steps(step, small_state(), small_specs(), unplanned="jit")
-    with jb.compile.count_compiles() as compiles:
-        with pytest.warns(UserWarning, match=r"shape \[3, 5\] is outside"):
-            _, metrics = steps(small_state(), small_batch(jb.Bucket(3, 5)))
-        assert metrics["sum"] == 6
-        steps(small_state(), small_batch(jb.Bucket(3, 5)))
-        steps(small_state(), small_batch(SMALL.buckets[0]))
-    assert compiles["slow"] == 1
 
 
 # Reports
