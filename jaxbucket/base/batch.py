@@ -215,5 +215,6 @@ def check_is_batch(name: str, batch: Any) -> None:
     if not isinstance(batch, Batch):
         raise ValueError(
             f"`{name}` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass a "
-            "batch of a loader, or create one with `collate_rows`."
+            "batch of a loader, or create one with `collate_rows`. Only a step with "
+            "`accumulate=True` takes a tuple of them."
         )

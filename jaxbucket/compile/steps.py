@@ -219,9 +219,9 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         names = sorted(arrays | expected)
         name = next(x for x in names if arrays.get(x) != expected.get(x))
         raise ValueError(
-            f"`batch{name}` is {arrays.get(name, 'missing')}, but {bucket} was compiled "
-            f"for {expected.get(name, 'a batch without it')}. Convert the batch, or "
-            "call `batch_specs` with an example like it."
+            f"`batch{name}` is {arrays.get(name, 'missing')}, but {bucket} was "
+            f"compiled for {expected.get(name, 'a batch without it')}. Convert the "
+            "batch, or call `batch_specs` with an example like it."
         )
 
     def run_program(self, label: Label, *args: Any) -> Any:

@@ -8,12 +8,22 @@ from typing import Any, TypeAlias, cast
 
 import grain
 
-from jaxbucket.base.checks import check_positive, check_seed, with_article
+from jaxbucket.base.checks import (
+    check_function,
+    check_positive,
+    check_seed,
+    with_article,
+)
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.permutation import fold
-from jaxbucket.data.example import Example, Sequences, listed_names
+from jaxbucket.data.example import (
+    Example,
+    Sequences,
+    Transform,
+    listed_names,
+    transform_name,
+)
 from jaxbucket.data.example_spec import axis_labels
-from jaxbucket.data.transform import Transform, check_transform, transform_name
 
 EpochDataset: TypeAlias = Callable[[int, int], grain.IterDataset]
 
@@ -81,7 +91,8 @@ class ExampleStream:
             self._set("num_epochs", check_positive("num_epochs", self.num_epochs))
         self._set("pad_value", check_pad_value(self.pad_value))
         self._set("seed", check_seed(self.seed))
-        check_transform(self.transform)
+        if self.transform is not None:
+            check_function("transform", self.transform, "(example, rng)")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import grain
 
 from jaxbucket.base.notes import Noting
-from jaxbucket.data.example import Example, copy_features
-from jaxbucket.data.transform import apply_transform
+from jaxbucket.data.example import Example, apply_transform, copy_features
 from jaxbucket.schedule.example_draws import example_rng
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.loader import add_checksum

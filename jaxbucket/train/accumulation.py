@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.notes import Noting
 from jaxbucket.compile.build import CompileOptions, Program
 from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.scaling_rules import at_least_float32
@@ -78,14 +79,10 @@ def accumulating_step(
         number = accumulated.micro_batches
         state = _with_variables_of(accumulated, state)
         (grads, sums), variables = global_sums(state, batch, number)
-        if sums.keys() != accumulated.sums.keys():
-            raise ValueError(
-                f"`loss_fn` returns the sums {sorted(sums)} for a micro-batch and "
-                f"{sorted(accumulated.sums)} for another one. Return the same sums for "
-                "all micro-batches of a step, 0 where they do not apply."
-            )
         new = jax.tree.map(at_least_float32, grads), sums
-        grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
+        with Noting("`loss_fn` must return the same sums for all micro-batches."):
+            both = (accumulated.grads, accumulated.sums)
+            grads, sums = jax.tree.map(jnp.add, both, new)
         return Accumulated(grads, sums, variables, number + 1)
 
     def begin(state: TrainState, batch: Batch) -> Accumulated:
@@ -239,14 +236,10 @@ def _with_variables_of(accumulated: Accumulated, state: TrainState) -> TrainStat
 def _checked(micro_batches: Any) -> Sequence[Batch]:
     """Returns the micro-batches if they are valid, before any of them is used."""
     # A `Batch` is a tuple, too.
-    is_group = isinstance(micro_batches, tuple | list) and not isinstance(
-        micro_batches, Batch
-    )
-    if not (is_group and micro_batches):
-        kind = "empty" if is_group else f"a {type(micro_batches).__name__}"
+    if isinstance(micro_batches, Batch) or not micro_batches:
         raise ValueError(
-            f"`micro_batches` is {kind}. Pass a tuple of `jaxbucket.Batch`, as yielded "
-            "by a schedule with `accumulate`."
+            f"`micro_batches` is a {type(micro_batches).__name__}. Pass a tuple of at "
+            "least one `jaxbucket.Batch`, as yielded by a schedule with `accumulate`."
         )
     for number, batch in enumerate(micro_batches):
         check_is_batch(f"micro_batches[{number}]", batch)

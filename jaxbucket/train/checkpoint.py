@@ -301,7 +301,11 @@ class Checkpoints:
             )
         folder = self._directory / str(step)
         if damage := find_damage(folder):
-            raise self._damaged(folder, damage)
+            older = [x for x in self._manager.all_steps() if x != step]
+            remedy = "There is no older checkpoint to resume from."
+            if older:
+                remedy = f"Delete this directory to resume from step {max(older)}."
+            raise ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
         metadata = self._manager.item_metadata(step).state
         if difference := find_difference(metadata, state):
             raise _different_state(folder, difference)
@@ -312,8 +316,6 @@ class Checkpoints:
         with Noting(f"Is {folder} of the same model, `wrt` and optimizer?"):
             saved: Any = self._manager.restore(step, args=items)
         position = DataPosition.from_dict(saved.position)
-        if position.step != step:
-            raise self._damaged(folder, f"its position is at step {position.step}")
         read = with_leaves(state, saved.state)
         if difference := find_other_key(read, state):
             raise _different_state(folder, difference)
@@ -366,13 +368,6 @@ class Checkpoints:
         if not folder.exists():
             (folder,) = self._directory.glob(f"{self._last}{_HALF_WRITTEN}*")
         write_seal(folder)
-
-    def _damaged(self, folder: epath.Path, damage: str) -> ValueError:
-        older = [step for step in self._manager.all_steps() if str(step) != folder.name]
-        remedy = "There is no older checkpoint to resume from."
-        if older:
-            remedy = f"Delete this directory to resume from step {max(older)}."
-        return ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
 
 
 def _different_state(folder: epath.Path, difference: str) -> ValueError:

@@ -202,15 +202,11 @@ def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:
 
 def _check_outputs(outputs: Any, num_rows: int) -> None:
     """Raises a ValueError unless outputs are arrays with an entry per row."""
-    if not isinstance(outputs, Mapping) or not outputs:
+    shapes = None
+    if isinstance(outputs, Mapping):
+        shapes = {name: np.shape(value) for name, value in outputs.items()}
+    if not shapes or any(x[:1] != (num_rows,) for x in shapes.values()):
         raise ValueError(
-            f"`predict_fn` returned a {type(outputs).__name__}. Return a dict with at "
-            "least one array."
+            f"`predict_fn` returned {shapes or type(outputs).__name__}. Return a dict "
+            f"of arrays with one entry per row of the batch, {num_rows} here."
         )
-    for name, value in outputs.items():
-        shape = getattr(value, "shape", ())
-        if shape[:1] != (num_rows,):
-            raise ValueError(
-                f"`predict_fn` returned {name!r} with shape {list(shape)}. Return "
-                f"arrays with one entry per row of the batch, {num_rows} here."
-            )

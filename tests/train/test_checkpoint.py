@@ -534,12 +534,6 @@ def test_a_seal_with_the_wrong_contents_is_refused(saved, tmp_path, seal):
     assert "7 is damaged: " in message
 
 
-def test_a_renamed_checkpoint_is_refused(saved, tmp_path):
-    shutil.copytree(saved / "7", tmp_path / "9")
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
-    assert "9 is damaged: its position is at step 7" in message
-
-
 def test_the_suggested_remedy_works(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "7")
