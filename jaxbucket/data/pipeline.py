@@ -169,19 +169,6 @@ class BatchDataset(grain.MapDataset[Batch]):
         return self._reader.schedule
 
     @property
-    def shard(self) -> RowShard:
-        """The rows of every global batch that this dataset loads."""
-        return self._reader.shard
-
-    @property
-    def sequences(self) -> Any:
-        """The padded features, as passed or as declared by the source.
-
-        For a mixture with names, name -> those of a component.
-        """
-        return self._reader.sequences
-
-    @property
     def start_step(self) -> int:
         """The step of element 0."""
         return self._start_step

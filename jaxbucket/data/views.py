@@ -94,7 +94,7 @@ def zip_sources(sources: Sequence[TokenSource]) -> ZippedSource:
 
     Example:
       >>> import tempfile
-      >>> from jaxbucket.data.token_writer import write_token_file
+      >>> from jaxbucket.data.token_file import write_token_file
       >>> folder = tempfile.mkdtemp()
       >>> pairs = [{"source": [5, 6, 7], "target": [8]}, {"source": [9], "target": [4]}]
       >>> files = [

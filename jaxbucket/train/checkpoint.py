@@ -24,8 +24,7 @@ from etils import epath
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.position import DataPosition
-from jaxbucket.distributed.agreement import list_processes
-from jaxbucket.distributed.processes import Processes
+from jaxbucket.distributed.processes import Processes, list_processes
 from jaxbucket.train.checkpoint_contents import (
     check_can_be_saved,
     find_damage,
