@@ -23,7 +23,6 @@ from jaxbucket.compile.executables import Executables
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
-    count_flops,
     memory_of,
 )
 from jaxbucket.compile.xla_cache import without_xla_cache
@@ -138,16 +137,11 @@ class Build:
             return
         with self._noting_failure(program):
             start = time.perf_counter()
-            if hasattr(program.fn, "trace"):
-                traced = program.fn.trace(*program.args)
-                lowered, flops = traced.lower(), count_flops(traced.jaxpr)
-            else:
-                lowered, flops = program.fn.lower(*program.args), None
+            lowered = program.fn.lower(*program.args)
             report = ProgramReport(
                 program.name,
                 str(program.label),
                 trace_seconds=time.perf_counter() - start,
-                flops=flops,
             )
             path = loaded = None
             if self._files is not None:
