@@ -19,13 +19,12 @@ from typing import Any, TypeAlias
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile.executables import Executables
+from jaxbucket.compile.executables import Executables, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
     memory_of,
 )
-from jaxbucket.compile.xla_cache import without_xla_cache
 
 # A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str

@@ -212,8 +212,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         if bucket not in self._arrays:
             raise ValueError(
                 f"A batch of shape {bucket} is outside the plan, which has "
-                f"{', '.join(map(str, self))}. Pass global batches of this plan, or "
-                "compile for a plan with this shape."
+                f"{', '.join(map(str, self))}. Pass global batches of this plan."
             )
         expected = self._arrays[bucket]
         names = sorted(arrays | expected)
@@ -268,15 +267,14 @@ def _check_arguments(state: Any, specs: Any) -> None:
     )
     if not is_valid or not specs:
         raise ValueError(
-            f"`specs` is {short(specs)}. Pass bucket -> a `Batch` of its shape: "
-            "`MeshLoader.specs`, or the result of `jb.sharding.batch_specs`."
+            f"`specs` is {short(specs)}. Pass `MeshLoader.specs`, or the result of "
+            "`jb.sharding.batch_specs`."
         )
     for path, leaf in jax.tree.leaves_with_path(state):
         if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
             raise ValueError(
-                f"`state{jax.tree_util.keystr(path)}` is a shape without a sharding, "
-                "on which executables depend. Pass the result of `jax.eval_shape` "
-                "through `jb.sharding.replicate`, or add shardings yourself."
+                f"`state{jax.tree_util.keystr(path)}` is a shape without a sharding. "
+                "Pass the result of `jax.eval_shape` through `jb.sharding.replicate`."
             )
 
 

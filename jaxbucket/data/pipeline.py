@@ -109,7 +109,7 @@ def batch_dataset(
     if has_names != isinstance(source, Mapping):
         raise ValueError(
             f"`source` is a {type(source).__name__}. A `Mixture` with names takes a "
-            "mapping from these names to sources, and any other schedule one source."
+            "mapping from them to sources, any other schedule one source."
         )
     if has_names:
         named = cast(Mapping[str, Source], source)

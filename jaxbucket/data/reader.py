@@ -87,14 +87,14 @@ class BatchReader:
         source = self.source
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ValueError(
-                f"`source` is a {type(source).__name__}, which is no random-access "
-                "source. Pass one, such as a list, or use `stream_batches`."
+                f"`source` is a {type(source).__name__}. Pass a random-access source, "
+                "such as a list, or use `stream_batches`."
             )
         if len(source) != len(self.schedule.lengths):
             raise ValueError(
-                f"`source` has {len(source)} examples, but the schedule was made for "
-                f"{len(self.schedule.lengths)} lengths. Measure the source again, or "
-                "pass `jb.data.split_source(source, ...)` if its chunks were measured."
+                f"`source` has {len(source)} examples, and the schedule has "
+                f"{len(self.schedule.lengths)} lengths. Pass the source (such as its "
+                "`split_source`) that was measured."
             )
         for bucket in self.schedule.buckets:
             self.shard.part_size(bucket.batch_size)

@@ -291,8 +291,8 @@ class Processes:
         phrases = list(_differences([json.loads(text) for text in texts]))
         if phrases:
             raise ValueError(
-                f"The processes do not agree: {'; '.join(phrases)}. Start all of "
-                "them with the same arguments, data and package versions."
+                f"The processes do not agree: {'; '.join(phrases)}. Start all with the "
+                "same arguments, data and package versions."
             )
 
 

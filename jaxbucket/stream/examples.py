@@ -139,9 +139,8 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Raises a ValueError with a remedy if something is not a `grain.IterDataset`."""
     if not isinstance(dataset, grain.IterDataset):
         raise ValueError(
-            f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass "
-            "`grain.MapDataset.source(examples).to_iter_dataset()`, or "
-            "`jb.stream.from_loader(loader, to_example)` for any other loader."
+            f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass one, "
+            "or `jb.stream.from_loader(loader, to_example)` for any other loader."
         )
 
 

@@ -156,8 +156,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         except BaseException:
             self._failure = RuntimeError(
                 f"Step {self._step} was interrupted. To continue, call "
-                "`set_state(get_state())`, or set an earlier state, in all processes "
-                "of the run."
+                "`set_state(get_state())` in all processes of the run."
             )
             raise
         if batches is None:
@@ -318,8 +317,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         if len(pending) != before.num_pending:
             raise RuntimeError(
                 f"Step {self._step} was interrupted while examples were moved from the "
-                "pool into rows, so the pending examples are not known. Resume from a "
-                "state that was saved earlier."
+                "pool into rows. Resume from a state that was saved earlier."
             )
         return StreamState(
             self._position(step, before.counts),

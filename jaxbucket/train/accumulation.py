@@ -53,15 +53,8 @@ class Accumulated:
     micro_batches: Any
 
 
-def accumulating_step(
-    local_sums: Callable[..., Any],
-    global_sums: Callable[..., Any],
-    update: Callable[..., tuple[TrainState, Metrics]],
-    mesh: Mesh,
-    mode: Mode,
-    state_sharding: Any,
-) -> AccumulatingStep:
-    """Returns a train step over several micro-batches, `(state, micro_batches)`.
+class AccumulatingStep:
+    """A step `(state, micro_batches) -> (state, metrics)` whose phases are jitted.
 
     Args:
       local_sums: `(state, batch, keys) -> ((gradients, sums), variables)` over the rows
@@ -71,55 +64,6 @@ def accumulating_step(
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices.
       state_sharding: sharding of the state, or a tree of shardings.
-    """
-
-    def add_micro_batch(
-        state: TrainState, accumulated: Accumulated, batch: Batch
-    ) -> Accumulated:
-        number = accumulated.micro_batches
-        state = _with_variables_of(accumulated, state)
-        (grads, sums), variables = global_sums(state, batch, number)
-        new = jax.tree.map(at_least_float32, grads), sums
-        with Noting("`loss_fn` must return the same sums for all micro-batches."):
-            both = (accumulated.grads, accumulated.sums)
-            grads, sums = jax.tree.map(jnp.add, both, new)
-        return Accumulated(grads, sums, variables, number + 1)
-
-    def begin(state: TrainState, batch: Batch) -> Accumulated:
-        def sums(state: TrainState, batch: Batch) -> Any:
-            keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
-            (grads, sums), variables = local_sums(state, batch, keys)
-            return jax.tree.map(at_least_float32, grads), sums, variables
-
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, state, batch)
-        )
-        grads, sums, variables = zeros
-        return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
-
-    def update_state(
-        state: TrainState, accumulated: Accumulated
-    ) -> tuple[TrainState, Metrics]:
-        return update(state, accumulated.grads, accumulated.sums, accumulated.variables)
-
-    replicated = NamedSharding(mesh, PartitionSpec())
-    grads_sharding = state_sharding
-    if isinstance(state_sharding, TrainState):
-        grads_sharding = state_sharding.params
-    shardings = Accumulated(grads_sharding, replicated, replicated, replicated)
-    return AccumulatingStep(
-        begin=begin,
-        add=jit_step(add_micro_batch, mesh, mode, donate=(1,), out_shardings=shardings),
-        # Gradients are not donated, because no output could reuse their buffers.
-        update=jax.jit(
-            update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
-        ),
-        shardings=shardings,
-    )
-
-
-class AccumulatingStep:
-    """A step `(state, micro_batches) -> (state, metrics)` whose phases are jitted.
 
     Attributes:
       begin: `(state, batch) -> accumulated`, zeros of the shapes of their results.
@@ -129,16 +73,56 @@ class AccumulatingStep:
 
     def __init__(
         self,
-        begin: Callable[[TrainState, Batch], Accumulated],
-        add: Callable[[TrainState, Accumulated, Batch], Accumulated],
-        update: Callable[[TrainState, Accumulated], tuple[TrainState, Metrics]],
-        shardings: Accumulated,
+        local_sums: Callable[..., Any],
+        global_sums: Callable[..., Any],
+        update: Callable[..., tuple[TrainState, Metrics]],
+        mesh: Mesh,
+        mode: Mode,
+        state_sharding: Any,
     ):
+        def add_micro_batch(
+            state: TrainState, accumulated: Accumulated, batch: Batch
+        ) -> Accumulated:
+            number = accumulated.micro_batches
+            state = _with_variables_of(accumulated, state)
+            (grads, sums), variables = global_sums(state, batch, number)
+            new = jax.tree.map(at_least_float32, grads), sums
+            with Noting("`loss_fn` must return the same sums for all micro-batches."):
+                both = (accumulated.grads, accumulated.sums)
+                grads, sums = jax.tree.map(jnp.add, both, new)
+            return Accumulated(grads, sums, variables, number + 1)
+
+        def begin(state: TrainState, batch: Batch) -> Accumulated:
+            def results(state: TrainState, batch: Batch) -> Any:
+                keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
+                (grads, sums), variables = local_sums(state, batch, keys)
+                return jax.tree.map(at_least_float32, grads), sums, variables
+
+            shapes = jax.eval_shape(results, state, batch)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            grads, sums, variables = zeros
+            return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
+
+        def update_state(
+            state: TrainState, accumulated: Accumulated
+        ) -> tuple[TrainState, Metrics]:
+            grads, sums = accumulated.grads, accumulated.sums
+            return update(state, grads, sums, accumulated.variables)
+
+        replicated = NamedSharding(mesh, PartitionSpec())
+        of_grads = state_sharding
+        if isinstance(state_sharding, TrainState):
+            of_grads = state_sharding.params
+        shardings = Accumulated(of_grads, replicated, replicated, replicated)
+        self._begin, self._shardings = begin, shardings
         self.begin = jax.jit(begin, out_shardings=shardings)
-        self.add = add
-        self.update = update
-        self._begin = begin
-        self._shardings = shardings
+        self.add = jit_step(
+            add_micro_batch, mesh, mode, donate=(1,), out_shardings=shardings
+        )
+        # Gradients are not donated, because no output could reuse their buffers.
+        self.update = jax.jit(
+            update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
+        )
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]

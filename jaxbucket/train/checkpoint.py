@@ -172,9 +172,8 @@ class Checkpoints:
         blind = [index for index, reply in enumerate(seen) if reply != str(True)]
         if blind:
             raise ValueError(
-                f"`directory={str(self._directory)!r}` is not shared by all processes: "
-                f"{list_processes(blind)} cannot see the files that process 0 writes "
-                "there. Choose a directory that all of them share."
+                f"`directory={str(self._directory)!r}`: {list_processes(blind)} cannot "
+                "see the files that process 0 writes there. Choose a shared directory."
             )
 
     def close(self) -> None:
@@ -295,8 +294,7 @@ class Checkpoints:
         step = self.latest_step
         if step is None:
             raise ValueError(
-                f"There is no checkpoint in {self._directory}. Pass the directory of "
-                "an existing run, or start a new run."
+                f"There is no checkpoint in {self._directory}. Start a new run."
             )
         folder = self._directory / str(step)
         if damage := find_damage(folder):

@@ -165,8 +165,7 @@ def _checked_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
         digits = np.frombuffer(digest(position.encode()).encode(), np.uint8)
         if np.ptp(multihost_utils.process_allgather(digits), axis=0).any():
             raise ValueError(
-                "`batches` differ between processes. Use the same source, plan, "
-                "lengths, seed and epoch in all of them."
+                "`batches` differ between processes. Use the same loader in all."
             )
     schedule = batches.schedule
     epoch = [x for step in range(start, stop) for x in schedule.micro_batches(step)]
@@ -178,10 +177,8 @@ def _checked_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
         index = int(np.argmax(counts != expected))
         raise ValueError(
             f"`batches` has example {index} in {counts[index]} rows of its steps "
-            f"{start} to {stop - 1}, but each example needs exactly one output. "
-            "Predict with a loader of its own, `MeshLoader(source, BatchSchedule(plan, "
-            'lengths), mesh)`, without `replacement=True`, `remainder="drop"` or a '
-            "`Mixture`."
+            f"{start} to {stop - 1}, but each needs exactly one output. Predict with a "
+            "loader of one epoch of a `BatchSchedule` with the default options."
         )
     return epoch
 

@@ -204,9 +204,8 @@ def checked_state(state: Any) -> TrainState:
         return state
     kind = f"{type(state).__module__}.{type(state).__qualname__}"
     raise ValueError(
-        f"`state` is a {kind}. The steps of jaxbucket take a state that `create_state` "
-        "returns, for instance `create_state(params, tx, mesh, variables={...})` with "
-        "your parameters and collections. For your own state, jit your own step."
+        f"`state` is a {kind}. Pass a state of `create_state`, such as "
+        "`create_state(params, tx, mesh)`. For your own state, jit your own step."
     )
 
 
@@ -284,8 +283,7 @@ def check_optimizer(tx: Any) -> None:
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise ValueError(
             f"`tx` is a {type(tx).__name__}. Pass an optimizer of optax, such as "
-            "`optax.adam(1e-3)`. A state without an optimizer, for evaluation, is "
-            "`create_state(model, mesh=mesh)`."
+            "`optax.adam(1e-3)`, or for evaluation `create_state(model, mesh=mesh)`."
         )
 
 
@@ -293,8 +291,7 @@ def _check_plain(params: Any, variables: Mapping[str, Any] | None) -> None:
     """Raises a ValueError unless a model is a tree of parameters and nothing else."""
     if "params" in (variables or ()):
         raise ValueError(
-            '`variables` has the collection "params". Pass the other ones, such as '
-            '{"batch_stats": ...}.'
+            '`variables` has the collection "params". Pass only the others.'
         )
     leaves = jax.tree.leaves(
         params, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable)
@@ -317,10 +314,9 @@ def _check_has_no_collections(params: Mapping[str, Any]) -> None:
     if "batch_stats" in params or ("params" in params and others):
         collections = ", ".join(f'"{name}": variables["{name}"]' for name in others)
         raise ValueError(
-            f"`model` has the collections {others}, which would be trained as "
-            "parameters. Pass the module and `sample=`, or `create_state(variables["
-            f'"params"], tx, mesh, variables={{{collections}}})`. If all are '
-            'parameters, rename the key "params".'
+            f"`model` has the collections {others}, which would be trained. Pass the "
+            'module and `sample=`, or `create_state(variables["params"], tx, mesh, '
+            f"variables={{{collections}}})`."
         )
 
 
@@ -330,9 +326,8 @@ def _check_differentiable(params: Any) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"`model` has the parameter {jax.tree_util.keystr(path)} of dtype "
-                f"{leaf.dtype}, which cannot be trained. Of a state of Flax or an "
-                "`nnx.Optimizer`, pass the parameters or the module. Convert others to "
-                "a float, or leave them out by `wrt`."
+                f"{leaf.dtype}, which cannot be trained. Pass the parameters of a "
+                "state, convert them to floats, or leave them out by `wrt`."
             )
 
 
@@ -346,8 +341,7 @@ def _check_variables(variables: Any) -> None:
         if OVERWRITE_WITH_GRADIENT in (path[0].key, type(leaf).__name__):
             raise ValueError(
                 f"`model` has the variable {jax.tree_util.keystr(path)}, the scale of "
-                "a layer in fp8, which its gradient replaces. Write your own step for "
-                "it, see `jb.compile_steps`."
+                "a layer in fp8, which its gradient replaces. Write your own step."
             )
 
 

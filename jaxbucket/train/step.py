@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.checks import check_function, check_seed
 from jaxbucket.sharding import DATA_AXIS, Axes
-from jaxbucket.train.accumulation import accumulating_step
+from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
 from jaxbucket.train.modes import Mode, checked_axes, jit_step, sum_over_batch
@@ -116,7 +116,7 @@ def make_train_step(
     if state_sharding is None:
         state_sharding = replicated
     if accumulate:
-        return accumulating_step(
+        return AccumulatingStep(
             local_sums, global_sums, update, mesh, mode, state_sharding
         )
 
