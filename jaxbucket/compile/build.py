@@ -14,23 +14,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_choice, check_positive
+from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile.executables import Executables
+from jaxbucket.compile.executables import Executables, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
-    count_flops,
     memory_of,
 )
-from jaxbucket.compile.xla_cache import without_xla_cache
 
 # A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str
-Unplanned: TypeAlias = Literal["raise", "jit"]
 
 # XLA's passes recurse deeply, and the default stack size depends on the system.
 _STACK_BYTES = 64 * 2**20
@@ -49,7 +46,6 @@ class CompileOptions:
     workers: int | None = None
     executables: str | os.PathLike[str] | None = None
     executables_key: str = ""
-    unplanned: Unplanned = "raise"
     progress: bool = True
     keep_going: bool = False
 
@@ -61,7 +57,6 @@ class CompileOptions:
                 f"`executables={self.executables!r}` must be a folder on a file "
                 "system. Mount remote storage to use it."
             )
-        check_choice("unplanned", self.unplanned, get_args(Unplanned))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,16 +136,11 @@ class Build:
             return
         with self._noting_failure(program):
             start = time.perf_counter()
-            if hasattr(program.fn, "trace"):
-                traced = program.fn.trace(*program.args)
-                lowered, flops = traced.lower(), count_flops(traced.jaxpr)
-            else:
-                lowered, flops = program.fn.lower(*program.args), None
+            lowered = program.fn.lower(*program.args)
             report = ProgramReport(
                 program.name,
                 str(program.label),
                 trace_seconds=time.perf_counter() - start,
-                flops=flops,
             )
             path = loaded = None
             if self._files is not None:

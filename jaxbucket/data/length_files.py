@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
 
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
@@ -30,7 +31,7 @@ def read_lengths(
     `.tsv`, `.jsonl` and `.parquet` by pyarrow with its own rules. Tables of text may be
     compressed, as in `.jsonl.gz`. Integers are lengths, lists and bytes are measured by
     their number of elements, and text is measured in `unit`. A tab-separated file has
-    no quotes. Blank lines at the end of a file are ignored.
+    no quotes. A blank line is a row without a length.
 
     Example:
       >>> import tempfile
@@ -87,49 +88,25 @@ def _read_table(
     path: pathlib.Path, suffix: str, columns: Sequence[str], unit: Unit | None
 ) -> dict[str, np.ndarray]:
     """Returns the lengths of the rows of a table, by column."""
-    try:
+    with naming_the_extra():
         dataset = _dataset(path, suffix)
-    except ImportError:
-        raise ValueError(
-            "Tables are read by pyarrow: pip install 'jaxbucket[files]'."
-        ) from None
     names = _chosen(dataset.schema.names, columns)
-    is_plain = suffix in (".csv", ".tsv")
-    if is_plain and all(map(_is_number, names)):
-        raise ValueError(
-            f"The columns have the numbers {names} as names. Add a header to the file."
-        )
     kinds = {name: str(dataset.schema.field(name).type) for name in names}
-    if is_plain and "binary" in kinds.values():
+    is_headless = all(name.strip().isdecimal() for name in names)
+    if suffix in (".csv", ".tsv") and (is_headless or "binary" in kinds.values()):
         raise ValueError(
-            f"The columns {kinds} have text that is not UTF-8. Convert the file."
+            f"The columns are {kinds}. Add a header to a file whose first row has "
+            "numbers, and convert binary text to UTF-8."
         )
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     row = 0
-    for batch in _batches(dataset, names, is_plain):
+    options: dict[str, Any] = {"batch_size": 4096, "use_threads": False}
+    for batch in dataset.to_batches(columns=list(names), **options):
         for name in names:
             parts[name].append(_lengths_of(batch.column(name), name, row, unit))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
-
-
-def _batches(dataset: Any, names: Sequence[str], is_plain: bool) -> Iterator[Any]:
-    """Yields parts of a table; of csv and tsv without the blank lines at the end."""
-    options: dict[str, Any] = {"batch_size": 4096, "use_threads": False}
-    if not is_plain:
-        yield from dataset.to_batches(columns=list(names), **options)
-        return
-    blank: list[Any] = []
-    for batch in dataset.to_batches(**options):
-        # Only a row that is null in all columns is a blank line.
-        is_null = [x.is_null().to_numpy(zero_copy_only=False) for x in batch.columns]
-        filled = np.flatnonzero(~np.logical_and.reduce(is_null))
-        if len(filled):
-            number = int(filled[-1]) + 1
-            yield from [*blank, batch.slice(0, number)]
-            batch, blank = batch.slice(number), []
-        blank.append(batch)
 
 
 def _dataset(path: pathlib.Path, suffix: str) -> Any:
@@ -185,14 +162,6 @@ def _lengths_of(values: Any, name: str, first: int, unit: Unit | None) -> np.nda
     elif types.is_binary(kind) or types.is_large_binary(kind):
         values = compute.call_function("binary_length", [values])
     return values.to_numpy(zero_copy_only=False)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _text_lengths(values: Any, unit: Unit | None) -> Any:
