@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxbucket as jb
 from jaxbucket.attention.row_layout import RowLayout, row_layout
-from jaxbucket.data.segments import row_segments
+from jaxbucket.data.collate import row_segments
 
 IDS = row_segments(np.array([[20, 30], [40, 24], [64, 0], [0, 0]]), 64)[0]
 CUTS = {
