@@ -11,13 +11,12 @@ import collections
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from jaxbucket.base.batch import Batch, RowShard
+from jaxbucket.base.batch import Batch, RowShard, cuts_of, prime_factors
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
@@ -71,7 +70,7 @@ def data_mesh(
       ValueError: if `max_row_shards` does not divide the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    factors = _prime_factors(check_positive("max_row_shards", max_row_shards))
+    factors = prime_factors(check_positive("max_row_shards", max_row_shards))
     if len(devices) % max_row_shards:
         raise ValueError(
             f"`max_row_shards={max_row_shards}` must divide the number of devices, "
@@ -86,17 +85,6 @@ def data_mesh(
     # `jax.make_mesh` cannot lay out many small axes on a torus.
     shape = (len(devices) // max_row_shards, *factors)
     return Mesh(flat.devices.reshape(shape), names, axis_types=types)
-
-
-def _prime_factors(number: int) -> list[int]:
-    """Returns the prime factors of a number in ascending order."""
-    factors, factor = [], 2
-    while number > 1:
-        while number % factor == 0:
-            factors.append(factor)
-            number //= factor
-        factor += 1
-    return factors
 
 
 def batch_sharding(
@@ -220,9 +208,8 @@ def rows_of_devices(
             "No device of the mesh belongs to this process. Build the mesh from "
             "`jax.devices()`, the devices of all processes."
         )
-    sizes = [mesh.shape[name] for name in reversed(columns)]
-    cuts = tuple(itertools.accumulate((1, *sizes), operator.mul))
-    return RowShard(tuple(sorted(parts)), num_parts, names, tuple(dict.fromkeys(cuts)))
+    cuts = cuts_of([mesh.shape[name] for name in columns])
+    return RowShard(tuple(sorted(parts)), num_parts, names, cuts)
 
 
 def prefetch_to_mesh(

@@ -10,7 +10,9 @@ Three kinds of index are used throughout:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -156,6 +158,36 @@ class RowShard:
         size = self.part_size(batch_size)
         starts = np.array(self.parts, np.int64)[:, None] * size
         return (starts + np.arange(size)).reshape(-1)
+
+
+def prime_factors(number: int) -> list[int]:
+    """Returns the prime factors of a number in ascending order.
+
+    Example:
+      >>> prime_factors(12)
+      [2, 2, 3]
+    """
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
+
+
+def cuts_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of devices that may share a row.
+
+    Example: a row takes the last axes first.
+      >>> cuts_of([2, 3])
+      (1, 3, 6)
+
+    Args:
+      sizes: the sizes of the row axes of a mesh.
+    """
+    products = itertools.accumulate((1, *reversed(sizes)), operator.mul)
+    return tuple(dict.fromkeys(products))
 
 
 def checked_shard(shard: RowShard | None) -> RowShard:

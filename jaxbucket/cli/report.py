@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -22,6 +23,7 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import as_dict, check_outputs, draw_plan, new_figure, show
 from jaxbucket.packing.rows import pack
+from jaxbucket.plan.devices import row_shard_shares
 from jaxbucket.plan.reports.epoch import report as report_of
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 
@@ -34,6 +36,12 @@ from jaxbucket.schedule.batch_schedule import BatchSchedule
 @group_option
 @column_option
 @unit_option
+@click.option(
+    "--tokens-per-device",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Also show how many tokens are in rows that do not fit on one device.",
+)
 @plot_option
 @json_option
 def report(
@@ -41,6 +49,7 @@ def report(
     lengths: pathlib.Path,
     columns: tuple[str, ...],
     unit: str,
+    tokens_per_device: int | None,
     plot: pathlib.Path | None,
     as_json: bool,
     **options: Any,
@@ -66,7 +75,31 @@ def report(
         epoch = dataclasses.replace(epoch, unit=unit)
         if figure:
             draw_plan(figure, plan, rows, epoch)
-    show(as_json, as_dict(plan, epoch), epoch)
+    numbers, tables = as_dict(plan, epoch), [epoch]
+    if tokens_per_device is not None:
+        totals: Any = sum(rows.values()) if isinstance(rows, Mapping) else rows
+        shares = row_shard_shares(totals, tokens_per_device)
+        numbers["row_shards"] = shares
+        tables.append(_shares_table(shares, tokens_per_device))
+    show(as_json, numbers, *tables)
+
+
+def _shares_table(shares: list[dict[str, float]], tokens: int) -> Any:
+    """Returns a table of `row_shard_shares`."""
+    from rich import box
+    from rich.table import Table
+
+    title = f"Devices that a row needs, with {tokens:,} tokens each"
+    table = Table("devices", title=title, box=box.SIMPLE)
+    for name in ("examples", "tokens", "cut off with fewer"):
+        table.add_column(name, justify="right")
+    cut_off = 1.0
+    for row in shares:
+        values = (row["examples"], row["tokens"], cut_off)
+        texts = [f"{value:.1%}" for value in values]
+        table.add_row(f"{row['devices']}", *texts[:2], texts[2] if cut_off < 1 else "")
+        cut_off = row["cut_off"]
+    return table
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:

@@ -25,12 +25,16 @@ class Prices(NamedTuple):
       costs: float64, the cost of a step.
       rates: float64, the cost of a row; infinite if the shape is not allowed.
       slopes: float64, how much less a step with one row less costs.
+      multiples: int64, the number of which the rows of a step are a multiple.
+      least: int64, the fewest rows of a step.
     """
 
     batch_sizes: np.ndarray
     costs: np.ndarray
     rates: np.ndarray
     slopes: np.ndarray
+    multiples: np.ndarray
+    least: np.ndarray
 
     def part(self, index: int | slice) -> Prices:
         """Returns some columns of prices `[n, K]`."""
@@ -72,21 +76,23 @@ class Pricing:
         most, allowed_lens = batch_sizes[allowed], seq_lens[allowed]
         costs[allowed] = self.limits.costs(most, allowed_lens)
         rates[allowed] = costs[allowed] / most
-        least = self.limits.least_batch_size
-        rise = costs[allowed]
-        rise -= self.limits.costs(np.full_like(most, least), allowed_lens)
-        slopes[allowed] = np.maximum(rise, 0) / np.maximum(most - least, 1)
+        multiples = self.limits.batch_multiples(seq_lens)
+        least = self.limits.least_batch_sizes(seq_lens)
+        rise = costs[allowed] - self.limits.costs(least[allowed], allowed_lens)
+        slopes[allowed] = np.maximum(rise, 0) / np.maximum(most - least[allowed], 1)
         if self.unit:
             rates = np.maximum(1, np.round(rates / self.unit)) * self.unit
         steps = self.limits.accumulate
-        return Prices(batch_sizes * steps, costs * steps, rates, slopes)
+        return Prices(
+            *(batch_sizes * steps, costs * steps, rates, slopes),
+            *(multiples * steps, least * steps),
+        )
 
     def padded_costs(self, rows: np.ndarray, prices: Prices) -> np.ndarray:
         """Returns the cost of the smallest steps that hold rows, `[...]` each."""
-        limits, sizes = self.limits, prices.batch_sizes
-        multiple = limits.batch_size_multiple * limits.accumulate
+        sizes, multiples = prices.batch_sizes, prices.multiples
         steps = -(-rows // sizes)
-        needed = -(-rows // (np.maximum(steps, 1) * multiple)) * multiple
-        needed = np.maximum(needed, limits.least_batch_size * limits.accumulate)
-        needed = sizes if limits.sample else needed
+        needed = -(-rows // (np.maximum(steps, 1) * multiples)) * multiples
+        needed = np.maximum(needed, prices.least)
+        needed = sizes if self.limits.sample else needed
         return steps * (prices.costs - prices.slopes * (sizes - needed))

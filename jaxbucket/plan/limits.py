@@ -60,7 +60,8 @@ class Limits:
         one integer for each boundary if the boundaries are given. With several
         sequences, the sum over all of them, a budget for each, or a function from
         `Sizes`, the T of each, to the sum.
-      batch_size_multiple: every B is a multiple of this number.
+      batch_size_multiple: every B is a multiple of this number, or of that which a
+        function returns for T.
       seq_len_multiple: every T is a multiple of this number, or of the one of its
         sequence.
       max_seq_len: T of the last bucket, one for all sequences or for each; None for the
@@ -87,7 +88,7 @@ class Limits:
     """
 
     max_tokens: Budget
-    batch_size_multiple: int = 1
+    batch_size_multiple: int | Callable[[Any], int] = 1
     seq_len_multiple: int | Mapping[str, int] = 1
     max_seq_len: int | Mapping[str, int] | None = None
     min_batch_size: int = 1
@@ -102,9 +103,14 @@ class Limits:
         self._set_sequences()
         self._set("accumulate", check_accumulate(self.accumulate))
         for name in ("batch_size_multiple", "min_batch_size"):
-            self._set(name, check_positive(name, getattr(self, name)))
+            value = getattr(self, name)
+            if name == "min_batch_size" or not callable(value):
+                self._set(name, check_positive(name, value))
         if (most := self.max_batch_size) is not None:
-            most = check_integer("max_batch_size", most, least=self.least_batch_size)
+            least, multiple = self.min_batch_size, self.batch_size_multiple
+            if not callable(multiple):
+                least = -(-least // multiple) * multiple
+            most = check_integer("max_batch_size", most, least=least)
             self._set("max_batch_size", most)
         for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
             self._set(name, self._checked(name, getattr(self, name)))
@@ -166,11 +172,18 @@ class Limits:
         """`[Q]` int64: the multiple of each T."""
         return self._each(self.seq_len_multiple)
 
-    @property
-    def least_batch_size(self) -> int:
-        """The smallest B."""
-        multiple = self.batch_size_multiple
-        return -(-self.min_batch_size // multiple) * multiple
+    def batch_multiples(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the number of which every B of each shape is a multiple, `[n]` int64.
+
+        Args:
+          seq_lens: `[n]` integers, the T; or `[n, Q]`, the T of each sequence.
+        """
+        return self._of_shapes("batch_size_multiple", seq_lens)
+
+    def least_batch_sizes(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns the smallest B of each shape, `[n]` int64."""
+        multiples = self.batch_multiples(seq_lens)
+        return -(-self.min_batch_size // multiples) * multiples
 
     @property
     def truncates(self) -> bool:
@@ -229,7 +242,8 @@ class Limits:
             batch_sizes,
             lambda shape, rows: self.costs(rows, seq_lens[shape]),
             examples,
-            *(self.batch_size_multiple, self.least_batch_size, self.accumulate),
+            *(self.batch_multiples(seq_lens), self.least_batch_sizes(seq_lens)),
+            self.accumulate,
             sample=self.sample,
             is_linear=isinstance(
                 self.cost_fn, TokenCost | TransformerCost | StepTime | None
@@ -246,22 +260,23 @@ class Limits:
         if isinstance(self.max_tokens, Mapping):
             rows = (self._each(self.max_tokens) // seq_lens).min(axis=1)
         else:
-            rows = self._budgets(seq_lens) // _totals(seq_lens)
+            rows = self._of_shapes("max_tokens", seq_lens) // _totals(seq_lens)
         rows = np.minimum(rows, (MAX_TOKENS - 1) // _totals(seq_lens))
         if self.max_batch_size is not None:
             rows = np.minimum(rows, self.max_batch_size)
-        rows = rows // self.batch_size_multiple * self.batch_size_multiple
+        multiples = self.batch_multiples(seq_lens)
+        rows = rows // multiples * multiples
         return np.where(rows < self.min_batch_size, 0, rows)
 
-    def _budgets(self, seq_lens: np.ndarray) -> np.ndarray:
-        """Returns the largest number of tokens for each shape, `[n]` int64."""
-        budget = self.max_tokens
-        if isinstance(budget, tuple):
-            return np.array(budget, np.int64)
-        if not callable(budget):
-            return np.full(len(seq_lens), budget, np.int64)
+    def _of_shapes(self, name: str, seq_lens: np.ndarray) -> np.ndarray:
+        """Returns a limit that may depend on T, for each shape, `[n]` int64."""
+        value = getattr(self, name)
+        if isinstance(value, tuple):
+            return np.array(value, np.int64)
+        if not callable(value):
+            return np.full(len(seq_lens), value, np.int64)
         checked = (
-            check_positive(f"max_tokens({size!r})", budget(size))
+            check_positive(f"{name}({size!r})", value(size))
             for size in self.named(seq_lens)
         )
         return np.fromiter(checked, np.int64, len(seq_lens))
@@ -337,11 +352,11 @@ class Limits:
             rows = self._fitted(seq_lens, batch_sizes, np.asarray(counts, np.int64))
             batch_sizes = rows // self.accumulate
         if callable(budget) or isinstance(budget, tuple):
-            budget = int(self._budgets(seq_lens).max())
+            budget = int(self._of_shapes("max_tokens", seq_lens).max())
         plan = BucketPlan(
             tuple(map(Bucket, batch_sizes.tolist(), self.named(seq_lens))),
             max_tokens=budget,
-            batch_size_multiple=self.batch_size_multiple,
+            batch_size_multiple=int(np.gcd.reduce(self.batch_multiples(seq_lens))),
             seq_len_multiple=checked_size("seq_len_multiple", self.seq_len_multiple),
             overlong=self.overlong,
         )
@@ -371,13 +386,14 @@ class Limits:
         batch_sizes = self.batch_sizes(seq_lens)
         if batch_sizes.all():
             return batch_sizes
-        bad, least = int(np.argmin(batch_sizes)), self.least_batch_size
+        bad = int(np.argmin(batch_sizes))
+        least = int(self.least_batch_sizes(seq_lens)[bad])
         budget, needed = self.max_tokens, least * int(_totals(seq_lens).max())
         if isinstance(budget, Mapping):
             most = np.maximum(self._each(budget), least * seq_lens.max(axis=0))
             needed = dict(zip(self.sequences, most.tolist(), strict=True))
         else:
-            budget = int(self._budgets(seq_lens)[bad])
+            budget = int(self._of_shapes("max_tokens", seq_lens)[bad])
         raise ValueError(
             f"`max_tokens={budget!r}` does not hold {least} row{'s' * (least > 1)} of "
             f"`seq_len={self.named(seq_lens)[bad]!r}`. Raise it to {needed}, or lower "

@@ -120,7 +120,7 @@ def calibration_shapes(limits: Limits, lengths: ArrayLike) -> list[Bucket]:
     batch_sizes = limits.batch_sizes(chosen.seq_lens).tolist()
     shapes = list(map(Bucket, batch_sizes, chosen.seq_lens.tolist()))
     # The shortest T has the most rows, so rounding a quarter of them matters least.
-    multiple = limits.batch_size_multiple
+    multiple = int(limits.batch_multiples(chosen.seq_lens)[0])
     rows = shapes[0].batch_size // _SMALL_PART // multiple * multiple
     small = Bucket(max(rows, multiple), shapes[0].seq_len)
     return shapes if small in shapes else [*shapes, small]

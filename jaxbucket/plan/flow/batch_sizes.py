@@ -40,8 +40,8 @@ def fitted(sizes: StepSizes, counts: Sequence[int] | np.ndarray) -> Fit:
     bucket. One that costs no less than another and promotes more rows is left out.
 
     Example: 5 rows of T = 4 take two steps of at most 4 rows, and 3 rows are enough.
-      >>> rows = np.array([1, 4])
-      >>> sizes = StepSizes(1, rows, rows[:1], rows[1:], 4 * rows[None], rows[None])
+      >>> rows, one = np.array([1, 4]), np.array([1])
+      >>> sizes = StepSizes(one, rows, one, rows[1:], 4 * rows[None], rows[None])
       >>> fitted(sizes, [5])
       Fit(rows=array([3]), steps=array([2]), cost=24)
 
@@ -90,7 +90,7 @@ def _options(
     if not most_sizes:
         return parent, size, steps, np.zeros_like(rows)
     up = np.flatnonzero((0 < rows) & (rows < sizes.most[k]))
-    unfilled = size[up] + sizes.multiple * (size[up] == rows[up])
+    unfilled = size[up] + sizes.multiples[k] * (size[up] == rows[up])
     filler, filled, number, _ = sizes.filled(shape, rows, most_sizes)
     left_over = rows[filler] - filled * number
     return (

@@ -26,7 +26,7 @@ class StepSizes:
     A step of fewer rows than the largest number holds fewer rows, but costs less.
 
     Attributes:
-      multiple: numbers of rows are multiples of this number.
+      multiples: `[G]` int64, the number of which those of each shape are multiples.
       knots: `[L]` int64, numbers of rows, increasing.
       least: `[G]` int64, the smallest number of rows of each shape.
       most: `[G]` int64, the largest number of rows of each shape.
@@ -37,7 +37,7 @@ class StepSizes:
         that are linear in between.
     """
 
-    multiple: int
+    multiples: np.ndarray
     knots: np.ndarray
     least: np.ndarray
     most: np.ndarray
@@ -51,8 +51,8 @@ class StepSizes:
         batch_sizes: np.ndarray,
         costs_fn: Callable[[np.ndarray, np.ndarray], np.ndarray],
         examples: np.ndarray,
-        multiple: int,
-        smallest: int,
+        multiples: np.ndarray,
+        smallest: np.ndarray,
         accumulate: int,
         sample: bool,
         is_linear: bool = False,
@@ -64,44 +64,57 @@ class StepSizes:
           costs_fn: `[n]` shapes and `[n]` B -> `[n]`, the cost of a batch.
           examples: `[G]` int64, the largest number of examples of each shape. No B is
             larger than these fill.
-          multiple: the number of which every B is a multiple.
-          smallest: the smallest B, a multiple of this number.
+          multiples: `[G]` int64, the number of which every B is a multiple.
+          smallest: `[G]` int64, the smallest B, a multiple of this number.
           accumulate: the number of batches per step, all of the same shape.
           sample: whether there are more examples, so that every B is the largest.
           is_linear: whether costs are known to be linear in B, so that two of them are
             enough.
         """
-        filled = -(-examples // (multiple * accumulate)) * multiple
+        filled = -(-examples // (multiples * accumulate)) * multiples
         # Other costs may be lower for a larger batch.
         filled = np.maximum(filled if is_linear else 2 * filled, smallest)
         most = batch_sizes if sample else np.minimum(batch_sizes, filled)
         number = 2 if is_linear else max(2, _MAX_COSTS // max(len(most), 1))
-        largest = int(most.max(initial=smallest))
-        knots = _knots(largest if sample else smallest, largest, multiple, number)
-        rows = np.minimum(knots, most[:, None])
+        least = int(smallest.min()) if len(smallest) else 1
+        largest = int(most.max(initial=least))
+        common = int(np.lcm.reduce(multiples, initial=1))
+        first = -(-least // common) * common
+        knots = _knots(
+            largest if sample else first, max(first, largest), common, number
+        )
+        if least < knots[0]:
+            knots = np.append(least, knots)
+        low = most if sample else smallest
+        rows = np.clip(knots, low[:, None], most[:, None])
         shapes = np.repeat(np.arange(len(most)), len(knots))
         costs = costs_fn(shapes, rows.ravel()).reshape(rows.shape)
         if not is_linear and not sample and len(knots) > 2 and _on_a_line(rows, costs):
-            args = (batch_sizes, costs_fn, examples, multiple, smallest)
+            args = (batch_sizes, costs_fn, examples, multiples, smallest)
             return cls.of(*args, accumulate, sample, is_linear=True)
         # A batch that holds more rows and costs less holds these rows, too.
-        least = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
-        places = np.where(costs <= least, np.arange(len(knots)), len(knots))
+        cheapest = np.minimum.accumulate(costs[:, ::-1], axis=1)[:, ::-1]
+        places = np.where(costs <= cheapest, np.arange(len(knots)), len(knots))
         places = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1]
         return cls(
-            multiple * accumulate,
+            multiples * accumulate,
             knots * accumulate,
-            (most if sample else np.full_like(most, smallest)) * accumulate,
+            low * accumulate,
             most * accumulate,
-            least * accumulate,
+            cheapest * accumulate,
             np.take_along_axis(rows, places, axis=1) * accumulate,
             is_linear,
         )
 
     @property
+    def multiple(self) -> int:
+        """The number of which the rows of all shapes are multiples."""
+        return int(np.gcd.reduce(self.multiples))
+
+    @property
     def rows(self) -> np.ndarray:
         """`[G, L]`: the rows of the steps whose costs are given."""
-        return np.minimum(self.knots, self.most[:, None])
+        return np.clip(self.knots, self.least[:, None], self.most[:, None])
 
     @functools.cached_property
     def _slopes(self) -> np.ndarray:
@@ -122,7 +135,7 @@ class StepSizes:
 
     def take(self, index: np.ndarray) -> StepSizes:
         """Returns the sizes of some of the shapes."""
-        names = ("least", "most", "costs", "holders")
+        names = ("multiples", "least", "most", "costs", "holders")
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, **columns)
 
@@ -156,7 +169,8 @@ class StepSizes:
           `[n]` integers, the rows of a step; and `[n]` integers, the number of steps.
         """
         steps = -(-rows // self.most[shape])
-        size = -(-rows // (np.maximum(steps, 1) * self.multiple)) * self.multiple
+        multiples = self.multiples[shape]
+        size = -(-rows // (np.maximum(steps, 1) * multiples)) * multiples
         size = np.maximum(size, self.least[shape])
         if not self.is_linear:
             upper = self.knots[np.searchsorted(self.knots, size)]
@@ -186,7 +200,7 @@ class StepSizes:
           For every possible size of a step, `[m]`: the index in `shape`, the rows of a
           step, the number of steps, and whether smaller steps were left out after it.
         """
-        multiple, parts = self.multiple, []
+        multiple, parts = self.multiples[shape], []
         largest = self.most[shape] // multiple
         full = rows // self.most[shape]
         # If the rows fill the steps, one number of steps occurs twice.
@@ -209,7 +223,7 @@ class StepSizes:
             start = np.cumsum(number) - number
             place = high[parent] - np.arange(len(parent)) + start[parent]
             is_cut = (place > low[parent]) & (place == (high - number + 1)[parent])
-            size = place * multiple
+            size = place * multiple[parent]
             if not self.is_linear:
                 size = np.minimum(self.knots[place], self.most[shape[parent]])
             parts.append((parent, size, steps[parent], is_cut))
