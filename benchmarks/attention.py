@@ -35,7 +35,7 @@ from rich.table import Table
 
 import jaxbucket as jb
 from jaxbucket.attention import blockwise
-from jaxbucket.data.segments import row_segments
+from jaxbucket.data.collate import row_segments
 
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data" / "pyfuncs.npz"
 

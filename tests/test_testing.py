@@ -186,12 +186,6 @@ def test_steps_to_resume_at_may_be_an_iterator():
         check_batches(loader, **job, resume_at=iter([1, 2]))
 
 
-def test_num_hosts_must_be_positive():
-    loader, job = edited(resumed)
-    with pytest.raises(ValueError, match="`num_hosts=0`"):
-        check_batches(loader, **job | {"num_hosts": 0})
-
-
 def test_a_correct_loader_is_accepted():
     loader, job = edited(resumed)
     check_batches(loader, **job)

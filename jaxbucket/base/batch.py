@@ -213,5 +213,8 @@ class Batch(NamedTuple):
 
 def check_is_batch(name: str, batch: Any) -> None:
     """Raises a ValueError if an argument is not a batch."""
-    remedy = "Pass a batch of a loader, or create one with `jb.data.collate_rows`."
+    remedy = (
+        "Pass a batch of a loader, or create one with `collate_rows`. Only a step with "
+        "`accumulate=True` takes a tuple of them."
+    )
     check_type(name, batch, Batch, remedy)

@@ -8,8 +8,11 @@ from typing import Any
 
 from etils import epy
 
-# The libraries that only `jaxbucket[train]` installs.
-_TRAIN = {"absl", "flax", "grain", "jax", "jaxlib", "optax", "orbax"}
+# Library -> the extra that installs it.
+_EXTRAS = {
+    **dict.fromkeys(("absl", "flax", "grain", "jax", "jaxlib", "optax"), "train"),
+    **{"orbax": "train", "pyarrow": "files", "matplotlib": "plots"},
+}
 
 
 @contextlib.contextmanager
@@ -31,16 +34,17 @@ def naming_the_extra() -> Iterator[None]:
     """Adds to the error of a missing library how to install it.
 
     Raises:
-      ModuleNotFoundError: if the block imports a library of `jaxbucket[train]` that is
-        not installed.
+      ModuleNotFoundError: if the block imports a library of an extra, such as
+        `jaxbucket[train]`, that is not installed.
     """
     try:
         yield
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] not in _TRAIN:
+        extra = _EXTRAS.get(str(error.name).partition(".")[0])
+        if extra is None:
             raise
         # Without a `name`, so that no other block adds the same again.
         raise ModuleNotFoundError(
             f"{error}. Planning does not need it, but this part of jaxbucket does: pip "
-            "install 'jaxbucket[train]'."
+            f"install 'jaxbucket[{extra}]'."
         ) from error

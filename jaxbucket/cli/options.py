@@ -207,8 +207,7 @@ def _budget(text: str) -> Any:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"`max_tokens={text}` is neither an integer without commas nor a "
-            "function, module:function. Pass one of them."
+            f"`max_tokens={text}`: pass an integer without commas, or module:function."
         ) from None
 
 
@@ -224,8 +223,7 @@ def _cost_fn(
     given = [by_model or per_second, step_times, cost_fn]
     if sum(map(bool, given)) > 1:
         raise ValueError(
-            "`width` (with `per_second`), `step_times` and `cost_fn` each define the "
-            "cost of a step. Pass only one of them."
+            "`width`, `step_times` and `cost_fn` each define the cost. Pass one."
         )
     if step_times:
         return _read_step_times(step_times)

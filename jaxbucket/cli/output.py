@@ -125,18 +125,14 @@ def new_figure(
       height: the height of the figure, in inches.
 
     Raises:
-      ValueError: before anything is drawn, if matplotlib is missing or does not write
-        this format; afterwards, if the plot cannot be written.
+      ValueError: before anything is drawn, if matplotlib does not write this format.
+      ImportError: before anything is drawn, if matplotlib is missing.
     """
     if path is None:
         yield None
         return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            "`plot` needs matplotlib: pip install 'jaxbucket[plots]'."
-        ) from None
+    from matplotlib.figure import Figure
+
     # pyplot would keep a reference to the figure and look for a display.
     figure = Figure(figsize=(width, height), layout="constrained")
     # pgf needs TeX, which is rarely installed.

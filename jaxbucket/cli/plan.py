@@ -187,8 +187,7 @@ def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPla
     changed = {x: y for x, y in limits.items() if y != getattr(Limits, x, None)}
     for name in changed.keys() - known.keys():
         raise ValueError(
-            f"`{name}={limits[name]}` cannot be combined with packed rows. Remove it, "
-            "or pass `--pack never`."
+            f"`{name}={limits[name]}` is not for packed rows. Pass `--pack never`."
         )
     return plan_packing(lengths, **changed, **options)
 

@@ -75,9 +75,8 @@ def precompile(
     """
     shapes = read_plan(plan)
     from jaxbucket.cli.options import load_function
-    from jaxbucket.compile.executables import make_writable
+    from jaxbucket.compile.executables import make_writable, use_xla_cache
     from jaxbucket.compile.recipes import precompile
-    from jaxbucket.compile.xla_cache import use_xla_cache
     from jaxbucket.distributed.processes import Processes
 
     function = load_function(recipe)

@@ -9,8 +9,8 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.compile.events import count_compiles as count_compiles
+    from jaxbucket.compile.executables import use_xla_cache as use_xla_cache
     from jaxbucket.compile.report import CompileReport as CompileReport
     from jaxbucket.compile.report import ProgramReport as ProgramReport
     from jaxbucket.compile.steps import CompiledSteps as CompiledSteps
     from jaxbucket.compile.steps import compile_steps as compile_steps
-    from jaxbucket.compile.xla_cache import use_xla_cache as use_xla_cache

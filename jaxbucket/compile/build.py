@@ -14,23 +14,21 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_choice, check_positive
+from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile.executables import Executables
+from jaxbucket.compile.executables import Executables, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
     count_flops,
     memory_of,
 )
-from jaxbucket.compile.xla_cache import without_xla_cache
 
 # A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str
-Unplanned: TypeAlias = Literal["raise", "jit"]
 
 # XLA's passes recurse deeply, and the default stack size depends on the system.
 _STACK_BYTES = 64 * 2**20
@@ -49,7 +47,6 @@ class CompileOptions:
     workers: int | None = None
     executables: str | os.PathLike[str] | None = None
     executables_key: str = ""
-    unplanned: Unplanned = "raise"
     progress: bool = True
     keep_going: bool = False
 
@@ -61,7 +58,6 @@ class CompileOptions:
                 f"`executables={self.executables!r}` must be a folder on a file "
                 "system. Mount remote storage to use it."
             )
-        check_choice("unplanned", self.unplanned, get_args(Unplanned))
 
 
 @dataclasses.dataclass(frozen=True)

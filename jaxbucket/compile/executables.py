@@ -3,8 +3,8 @@
 The name of a file is a digest of everything that its executable depends on: the lowered
 program, the versions, the devices, the process, the options of the compiler and the
 user's key. If any of these has changed, there is no file of that name, and the program
-is compiled. Unlike jax's own compilation cache, a folder can be filled before a job
-starts, and serves several processes on CPUs.
+is compiled. Unlike jax's own compilation cache (`use_xla_cache`), a folder can be
+filled before a job starts, and serves several processes on CPUs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import jax
 import jaxlib
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxbucket.base.digest import digest
@@ -311,3 +312,43 @@ def _checksum(path: pathlib.Path, content: bytes) -> bytes:
 
 def _warn(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def use_xla_cache(folder: str | os.PathLike[str]) -> None:
+    """Stores everything that XLA compiles from now on in a folder.
+
+    It turns on jax's own compilation cache, for programs of every size. The cache saves
+    the time of XLA, but not of tracing.
+
+    Example:
+      >>> jb.compile.use_xla_cache("/shared/xla")  # doctest: +SKIP
+
+    Args:
+      folder: the folder of the cache.
+    """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    # An earlier compilation has recorded that there is no cache, or another one.
+    compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def without_xla_cache() -> Iterator[None]:
+    """Turns jax's compilation cache off inside a `with` block.
+
+    A CPU executable that was loaded from that cache does not contain its code when it
+    is serialized again: it can be loaded, but fails when it runs.
+    """
+    before = _config.jax_enable_compilation_cache
+    _switch(False)
+    try:
+        yield
+    finally:
+        _switch(before)
+
+
+def _switch(on: bool) -> None:
+    if _config.jax_enable_compilation_cache != on:
+        jax.config.update("jax_enable_compilation_cache", on)
+        compilation_cache.reset_cache()

@@ -19,9 +19,8 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
 from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.executables import make_writable
-from jaxbucket.compile.mismatch import short
 from jaxbucket.compile.report import CompileReport
-from jaxbucket.compile.steps import compile_with
+from jaxbucket.compile.steps import compile_with, short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +91,7 @@ def precompile(
     """
     start = time.perf_counter()
     options = CompileOptions(
-        workers,
-        executables,
-        executables_key,
-        progress=progress,
-        keep_going=True,
+        workers, executables, executables_key, progress, keep_going=True
     )
     if executables is not None:
         make_writable(executables)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
-import warnings
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -12,18 +12,7 @@ import jax
 
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.compile.build import (
-    Build,
-    CompileOptions,
-    Label,
-    Program,
-    Unplanned,
-)
-from jaxbucket.compile.mismatch import (
-    batch_difference,
-    check_arguments,
-    spec_bucket,
-)
+from jaxbucket.compile.build import Build, CompileOptions, Label, Program
 from jaxbucket.compile.report import CompileReport
 
 _Result = TypeVar("_Result")
@@ -45,7 +34,6 @@ def compile_steps(
     workers: int | None = None,
     executables: str | os.PathLike[str] | None = None,
     executables_key: str = "",
-    unplanned: Unplanned = "raise",
     progress: bool = True,
 ) -> CompiledSteps[_Result]:
     """Compiles a step function for every bucket ahead of time.
@@ -84,9 +72,6 @@ def compile_steps(
         which only people you trust can write.
       executables_key: anything else that executables depend on. The folder already
         distinguishes programs, versions, devices, processes and XLA flags.
-      unplanned: how to treat a batch that differs from the plan. "raise" raises a
-        ValueError. "jit" compiles a program for it, and warns once about each
-        difference.
       progress: whether to show a progress bar on a terminal.
 
     Returns:
@@ -94,11 +79,11 @@ def compile_steps(
 
     Raises:
       ValueError: if `state` contains shapes without a sharding; if `specs` is empty or
-        not from `batch_specs`; if `unplanned` is unknown; if `workers` is not positive;
-        or if `executables` is not on a file system.
+        not from `batch_specs`; if `workers` is not positive; or if `executables` is not
+        on a file system.
       Exception: any error of tracing or compiling, with a note that names the bucket.
     """
-    options = CompileOptions(workers, executables, executables_key, unplanned, progress)
+    options = CompileOptions(workers, executables, executables_key, progress)
     return compile_with(options, step_fn, state, specs)
 
 
@@ -109,7 +94,7 @@ def compile_with(
     specs: Mapping[Bucket, Batch],
 ) -> CompiledSteps[_Result]:
     """Compiles as `compile_steps` does, with options that are already checked."""
-    check_arguments(state, specs)
+    _check_arguments(state, specs)
     if hasattr(step_fn, "compile_steps"):
         # A step that consists of several phases compiles them itself.
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
@@ -174,28 +159,25 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         self.failures: dict[Label, Exception] = build.failures
         self.seconds_waited = build.seconds
         self._executables = build.executables
-        self._step_fn = step_fn
-        self._specs = dict(specs)
-        self._may_compile = options.unplanned == "jit"
-        self._compiled_for: set[str] = set()
+        self._arrays = {bucket: _arrays(spec) for bucket, spec in specs.items()}
         self._in_flight: collections.deque[jax.Array] = collections.deque()
 
     def __getitem__(self, bucket: Bucket) -> Any:
-        if bucket not in self._specs:
+        if bucket not in self._arrays:
             raise KeyError(bucket)
         return self._executables[bucket]
 
     def __iter__(self) -> Iterator[Bucket]:
-        return iter(self._specs)
+        return iter(self._arrays)
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._arrays)
 
     @property
     def seconds(self) -> dict[Bucket, float]:
         """Bucket -> seconds to build it, possibly while others were built as well."""
         by_label = {p.label: p.seconds for p in self.report.programs}
-        return {b: by_label[str(b)] for b in self._specs if str(b) in by_label}
+        return {b: by_label[str(b)] for b in self if str(b) in by_label}
 
     def __call__(self, state: Any, batch: Batch) -> _Result:
         """Runs the executable of the batch's bucket.
@@ -211,30 +193,35 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
           ValueError: if the batch has a shape, dtype or feature outside the plan, or
             the state differs from the initial one in shape, dtype or sharding.
         """
-        self.check_batch(batch)
-        return self.run(state, batch)
+        return self.run_program(self.bucket_of(batch), state, batch)
 
-    def check_batch(self, batch: Batch) -> None:
-        """Raises a ValueError if a batch differs from the plan, unless "jit" is set."""
-        check_is_batch("batch", batch)
-        difference = batch_difference(batch, self._specs)
-        if difference is not None and not self._may_compile:
-            raise ValueError(difference)
+    def bucket_of(self, batch: Batch) -> Bucket:
+        """Returns the bucket of a batch, a key of this mapping.
 
-    def run(self, state: Any, *args: Any) -> Any:
-        """Runs the executable of a batch's bucket; returns the outputs of the step.
-
-        The last argument is the batch, which `check_batch` has checked. Raises a
-        ValueError if the state differs from the one that was compiled for.
+        If components of a mixture have a bucket in common, but different features, it
+        is the key of the features that the batch has. Raises a ValueError if the batch
+        has another shape, dtype or feature than those that were compiled for.
         """
-        batch = args[-1]
-        difference = self._may_compile and batch_difference(batch, self._specs)
-        if not difference:
-            return self.run_program(spec_bucket(batch, self._specs), state, *args)
-        if difference not in self._compiled_for:
-            self._compiled_for.add(difference)
-            warnings.warn(f"{difference} It is compiled now.", stacklevel=2)
-        return self.throttle(self._step_fn(state, *args))
+        check_is_batch("batch", batch)
+        bucket, arrays = batch.bucket, _arrays(batch)
+        if self._arrays.get(bucket) == arrays:
+            return bucket
+        for other, expected in self._arrays.items():
+            if expected == arrays:
+                return other
+        if bucket not in self._arrays:
+            raise ValueError(
+                f"A batch of shape {bucket} is outside the plan, which has "
+                f"{', '.join(map(str, self))}. Pass global batches of this plan."
+            )
+        expected = self._arrays[bucket]
+        names = sorted(arrays | expected)
+        name = next(x for x in names if arrays.get(x) != expected.get(x))
+        raise ValueError(
+            f"`batch{name}` is {arrays.get(name, 'missing')}, but {bucket} was "
+            f"compiled for {expected.get(name, 'a batch without it')}. Convert the "
+            "batch, or call `batch_specs` with an example like it."
+        )
 
     def run_program(self, label: Label, *args: Any) -> Any:
         """Runs the program of a bucket or a phase; returns its outputs.
@@ -242,7 +229,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         Raises a ValueError if the arguments differ from those that were compiled for.
         """
         try:
-            return self.throttle(self._executables[label](*args))
+            return self._throttle(self._executables[label](*args))
         except (TypeError, ValueError) as error:
             # jax names what differs.
             hint = any(name in str(error) for name in _OF_TRAINING)
@@ -252,7 +239,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
                 f"again. {_FOR_EVALUATION if hint else ''}"
             ) from error
 
-    def throttle(self, result: Any) -> Any:
+    def _throttle(self, result: Any) -> Any:
         """Waits for the result of an earlier step, and returns the given result.
 
         This limits how far a loop that never reads its metrics runs ahead of the
@@ -269,3 +256,40 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
             if not earlier.is_deleted():
                 earlier.block_until_ready()
         return result
+
+
+def _check_arguments(state: Any, specs: Any) -> None:
+    """Raises a ValueError for arguments of `compile_steps` that jax would accept."""
+    is_valid = isinstance(specs, Mapping) and all(
+        isinstance(batch, Batch)
+        and batch.bucket == Bucket(bucket.batch_size, bucket.seq_len)
+        for bucket, batch in specs.items()
+    )
+    if not is_valid or not specs:
+        raise ValueError(
+            f"`specs` is {short(specs)}. Pass `MeshLoader.specs`, or the result of "
+            "`jb.sharding.batch_specs`."
+        )
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+            raise ValueError(
+                f"`state{jax.tree_util.keystr(path)}` is a shape without a sharding. "
+                "Pass the result of `jax.eval_shape` through `jb.sharding.replicate`."
+            )
+
+
+def short(value: Any) -> str:
+    """Returns a short text for any value, with its type, for a message."""
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _arrays(tree: Any) -> dict[str, str]:
+    """Returns the path of each leaf -> its dtype and shape."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): _type_of(leaf) for path, leaf in leaves}
+
+
+def _type_of(leaf: Any) -> str:
+    if not hasattr(leaf, "dtype"):
+        return f"a {type(leaf).__name__}"
+    return f"{leaf.dtype}{list(leaf.shape)}"

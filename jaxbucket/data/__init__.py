@@ -20,7 +20,7 @@ with _lazy_names(globals()):
     from jaxbucket.data.spans import join_examples as join_examples
     from jaxbucket.data.spans import split_source as split_source
     from jaxbucket.data.token_file import TokenFile as TokenFile
-    from jaxbucket.data.token_writer import write_token_file as write_token_file
+    from jaxbucket.data.token_file import write_token_file as write_token_file
     from jaxbucket.data.uncollate import unbatch as unbatch
     from jaxbucket.data.views import concatenate as concatenate
     from jaxbucket.data.views import select as select

@@ -1,4 +1,4 @@
-"""Collates rows of examples into one numpy `Batch` of a bucket's shape."""
+"""Collates rows of examples into one numpy `Batch`, with segment ids and positions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.sizes import Sizes
 from jaxbucket.data.example import Example, Sequences, check_numbers
 from jaxbucket.data.example_spec import ExampleSpec
-from jaxbucket.data.segments import (
-    row_mask,
-    row_segments,
-    too_long_error,
-    with_segments,
-)
 
 
 def collate_rows(
@@ -140,10 +134,8 @@ def collate_rows(
                 for key, length in spec.lengths(arrays).items():
                     start, seq_len = int(lengths[key][row].sum()), seq_lens[key]
                     kept = min(length, seq_len) if key in right | left else length
-                    if start + kept > seq_len:
-                        which = f" of {key!r}" if several else ""
-                        packed = max_segments is not None
-                        raise too_long_error(start + kept, seq_len, packed, which)
+                    which = f" of {key!r}" if several else ""
+                    check_row_length(start + kept, seq_len, which)
                     begin = length - kept if key in left else 0
                     spans[key] = slice(begin, begin + kept), slice(start, start + kept)
                     lengths[key][row, segment] = kept
@@ -256,3 +248,74 @@ def _padding(
         return np.full((leading[0], *shape, *value.shape[len(shape) :]), pads[name])
 
     return {name: padding(name, value) for name, value in spec.arrays.items()}
+
+
+def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the segment ids and positions of packed rows.
+
+    Example:
+      >>> ids, positions = row_segments(np.array([[2, 1], [3, 0]]), seq_len=4)
+      >>> print(ids, positions, sep="\\n")
+      [[1 1 2 0]
+       [1 1 1 0]]
+      [[0 1 0 0]
+       [0 1 2 0]]
+
+    Args:
+      lengths: `[B, S]` integers, the lengths of the examples in each row, 0 after the
+        last one. The lengths of a row add up to at most `seq_len`.
+      seq_len: T.
+
+    Returns:
+      `(segment_ids, positions)`, both `[B, T]` int32 with 0 in padding.
+    """
+    num_rows = len(lengths)
+    rows, segments = np.nonzero(lengths)
+    starts = (np.cumsum(lengths, axis=1) - lengths)[rows, segments]
+    is_start = np.zeros((num_rows, seq_len), np.int32)
+    is_start[rows, starts] = 1
+    # The start of the example of each token.
+    first = np.zeros((num_rows, seq_len), np.int32)
+    first[rows, starts] = starts
+    places = np.arange(seq_len, dtype=np.int32)
+    mask = places < lengths.sum(axis=1)[:, None]
+    ids = np.cumsum(is_start, axis=1, dtype=np.int32) * mask
+    positions = (places - np.maximum.accumulate(first, axis=1)) * mask
+    return ids, positions
+
+
+def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """Returns `[B, T]` bool, True at the tokens of rows with these `[B]` lengths."""
+    # Comparing two int32 arrays is several times as fast as mixing dtypes.
+    positions = np.arange(bucket.tokens_per_row, dtype=np.int32)
+    return positions < lengths.astype(np.int32)[:, None]
+
+
+def with_segments(
+    features: dict[str, np.ndarray], name: str, mask: np.ndarray
+) -> Batch:
+    """Returns a batch with one example in each row.
+
+    Args:
+      features: the features of the batch.
+      name: the entry name in `segment_ids` and `positions`.
+      mask: `[B, T]` bool, True for real tokens.
+    """
+    ids = mask.astype(np.int32)
+    positions = np.arange(mask.shape[1], dtype=np.int32)
+    return Batch(features, {name: ids}, {name: ids * positions})
+
+
+def check_row_length(length: int, seq_len: int, which: str = "") -> None:
+    """Raises a ValueError if a row is longer than T.
+
+    Args:
+      length: the length of the row.
+      seq_len: T.
+      which: text that names the sequence, such as " of 'inputs'".
+    """
+    if length > seq_len:
+        raise ValueError(
+            f"The row has length {length}{which}, beyond `seq_len={seq_len}`. Use a "
+            "longer bucket, put fewer examples into the row, or pass `truncate=True`."
+        )

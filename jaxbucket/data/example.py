@@ -7,7 +7,8 @@ truncated or split. All other features have one value for the whole example.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -16,6 +17,8 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.notes import Noting
 
 Example: TypeAlias = Mapping[str, ArrayLike]
+# Random augmentation: (example, random generator) -> transformed example.
+Transform: TypeAlias = Callable[[dict[str, np.ndarray], np.random.Generator], Example]
 # Names of features; with several sequences, a mapping from each to its features.
 Sequences: TypeAlias = Sequence[str] | Mapping[str, Sequence[str]] | None
 # Mapping from feature name to (dtype, shape).
@@ -107,3 +110,22 @@ def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
                 f"Feature {name!r} is {value.dtype}, but a batch contains only "
                 "numbers. Remove it, or encode it as numbers."
             )
+
+
+def transform_name(transform: Transform) -> str:
+    """Returns the name of the function or of its class, as stored in positions.
+
+    Example:
+      >>> transform_name(functools.partial(copy_features, {}))
+      'copy_features'
+    """
+    while isinstance(transform, functools.partial):
+        transform = transform.func
+    return getattr(transform, "__qualname__", type(transform).__qualname__)
+
+
+def apply_transform(
+    transform: Transform, example: Example, rng: np.random.Generator
+) -> Example:
+    """Applies a transform to a copy, as a source may reuse its arrays."""
+    return transform(copy_features(example), rng)

@@ -163,9 +163,8 @@ def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -
         entries = arrays[name].flat if arrays[name].dtype.hasobject else ()
         if any(isinstance(x, Mapping | list | tuple | np.ndarray) for x in entries):
             raise ValueError(
-                f"Feature {name!r} is a list of dicts or lists, so its length is not "
-                "that of its tokens. Flatten it, choose others by `sequences=[...]`, "
-                "or pass a `length_fn`."
+                f"Feature {name!r} is a list of dicts or lists. Flatten it, choose "
+                "others by `sequences=[...]`, or pass a `length_fn`."
             )
 
 

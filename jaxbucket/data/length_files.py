@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
 
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
@@ -87,12 +88,8 @@ def _read_table(
     path: pathlib.Path, suffix: str, columns: Sequence[str], unit: Unit | None
 ) -> dict[str, np.ndarray]:
     """Returns the lengths of the rows of a table, by column."""
-    try:
+    with naming_the_extra():
         dataset = _dataset(path, suffix)
-    except ImportError:
-        raise ValueError(
-            "Tables are read by pyarrow: pip install 'jaxbucket[files]'."
-        ) from None
     names = _chosen(dataset.schema.names, columns)
     is_plain = suffix in (".csv", ".tsv")
     if is_plain and all(map(_is_number, names)):

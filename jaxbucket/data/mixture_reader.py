@@ -39,11 +39,6 @@ class MixtureReader:
         return digest(*(x.contents.encode() for x in self.readers.values()))
 
     @property
-    def sequences(self) -> dict[str, Any]:
-        """Name -> the padded features of a component."""
-        return self._each("sequences")
-
-    @property
     def like(self) -> dict[str, Example]:
         """Name -> the template for the features of a component."""
         return self._each("like")

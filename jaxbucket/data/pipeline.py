@@ -1,12 +1,13 @@
-"""Builds a `grain.MapDataset` of batches from a source and a schedule."""
+"""The batches of a schedule as datasets of Grain, read from a source."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, overload
 
 import grain
@@ -18,12 +19,10 @@ from jaxbucket.base.checks import check_integer, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
-from jaxbucket.data.batch_iterator import BatchIterDataset
-from jaxbucket.data.example import Sequences, copy_features
+from jaxbucket.data.example import Sequences, Transform, copy_features
 from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
 from jaxbucket.data.reader import BatchReader, FeatureTemplate
 from jaxbucket.data.source import Source
-from jaxbucket.data.transform import Transform
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.mixture import Mixture
 
@@ -110,7 +109,7 @@ def batch_dataset(
     if has_names != isinstance(source, Mapping):
         raise ValueError(
             f"`source` is a {type(source).__name__}. A `Mixture` with names takes a "
-            "mapping from these names to sources, and any other schedule one source."
+            "mapping from them to sources, any other schedule one source."
         )
     if has_names:
         named = cast(Mapping[str, Source], source)
@@ -168,19 +167,6 @@ class BatchDataset(grain.MapDataset[Batch]):
     def schedule(self) -> Schedule:
         """The schedule that assigns examples to rows at each step."""
         return self._reader.schedule
-
-    @property
-    def shard(self) -> RowShard:
-        """The rows of every global batch that this dataset loads."""
-        return self._reader.shard
-
-    @property
-    def sequences(self) -> Any:
-        """The padded features, as passed or as declared by the source.
-
-        For a mixture with names, name -> those of a component.
-        """
-        return self._reader.sequences
 
     @property
     def start_step(self) -> int:
@@ -278,6 +264,61 @@ class BatchDataset(grain.MapDataset[Batch]):
                 f"{position.step}. Increase `num_steps` or `num_epochs`."
             )
         return BatchDataset(self._reader, position.step, self._end)
+
+
+class BatchIterDataset(grain.IterDataset[Any]):
+    """The dataset that `BatchDataset.to_iter_dataset` returns, whose states name a run.
+
+    Grain's own state is the index of the next batch, which any other run would accept.
+    """
+
+    def __init__(self, batches: Any, first: Callable[[], DataPosition]):
+        super().__init__(batches)
+        self._first = first
+
+    def __iter__(self) -> BatchIterator:
+        (batches,) = self.parents
+        return BatchIterator(iter(batches), self._first)
+
+
+class BatchIterator(grain.DatasetIterator[Any]):
+    """Adds the position of the first batch to the states of Grain's iterator.
+
+    A restored state is checked when the next batch is read, as by Grain's workers,
+    because the position is computed from a few examples.
+    """
+
+    def __init__(self, batches: Any, first: Callable[[], DataPosition]):
+        super().__init__(batches)
+        self._batches = batches
+        self._first = functools.cache(first)
+        self._restored: dict[str, Any] | None = None
+
+    def get_state(self) -> dict[str, Any]:
+        if self._restored is not None:
+            return self._restored
+        return self._batches.get_state() | {"position": self._first().to_dict()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._restored = state
+
+    def __next__(self) -> Any:
+        if self._restored is not None:
+            state = dict(self._restored)
+            self._check(state.pop("position", None), state.get("next_index", 0))
+            self._batches.set_state(state)
+            self._restored = None
+        return next(self._batches)
+
+    def _check(self, position: Any, index: int) -> None:
+        """Raises a ValueError unless a state is that of the same run."""
+        saved, first = DataPosition.from_dict(position), self._first()
+        dataclasses.replace(saved, step=saved.step + index).check_same(first)
+        if saved.step != first.step:
+            raise ValueError(
+                f"`start_step={first.step}` differs from the {saved.step} of the "
+                f"state, which counts from it. Pass {saved.step}."
+            )
 
 
 def _position(reader: Reader, step: int, schedule: Schedule) -> DataPosition:

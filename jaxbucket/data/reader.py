@@ -12,10 +12,18 @@ import numpy as np
 from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_function
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.data.collate import collate_rows
-from jaxbucket.data.example import Example, Sequences, copy_features
+from jaxbucket.data.example import (
+    Example,
+    Sequences,
+    Transform,
+    apply_transform,
+    copy_features,
+    transform_name,
+)
 from jaxbucket.data.example_spec import axis_labels, example_lengths
 from jaxbucket.data.source import (
     Source,
@@ -25,12 +33,6 @@ from jaxbucket.data.source import (
 )
 from jaxbucket.data.spans import SpanSource
 from jaxbucket.data.token_source import TokenSource
-from jaxbucket.data.transform import (
-    Transform,
-    apply_transform,
-    check_transform,
-    transform_name,
-)
 from jaxbucket.data.views import ZippedSource
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
@@ -85,18 +87,19 @@ class BatchReader:
         source = self.source
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ValueError(
-                f"`source` is a {type(source).__name__}, which is no random-access "
-                "source. Pass one, such as a list, or use `stream_batches`."
+                f"`source` is a {type(source).__name__}. Pass a random-access source, "
+                "such as a list, or use `stream_batches`."
             )
         if len(source) != len(self.schedule.lengths):
             raise ValueError(
-                f"`source` has {len(source)} examples, but the schedule was made for "
-                f"{len(self.schedule.lengths)} lengths. Measure the source again, or "
-                "pass `jb.data.split_source(source, ...)` if its chunks were measured."
+                f"`source` has {len(source)} examples, and the schedule has "
+                f"{len(self.schedule.lengths)} lengths. Pass the source (such as its "
+                "`split_source`) that was measured."
             )
         for bucket in self.schedule.buckets:
             self.shard.part_size(bucket.batch_size)
-        check_transform(self.transform)
+        if self.transform is not None:
+            check_function("transform", self.transform, "(example, rng)")
         self._set("pad_value", check_pad_value(self.pad_value))
         if isinstance(source, ZippedSource):
             declared, measured = source.lengths, self.schedule.parts or {}

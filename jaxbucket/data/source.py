@@ -54,8 +54,7 @@ def check_length(index: int, length: int, measured: int, which: str = "") -> Non
         return
     raise ValueError(
         f"`source[{index}]`{which} has length {length}, but `lengths[{index}]="
-        f"{measured}`. Measure the lengths again, with a `length_fn` that returns the "
-        "length of the arrays, and not of words or seconds."
+        f"{measured}`. Measure the lengths of its arrays again."
     )
 
 

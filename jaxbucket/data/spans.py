@@ -356,8 +356,8 @@ def _check_only_sequences(others: Sequence[str]) -> None:
     """Raises a ValueError if examples to be joined have other features."""
     if others:
         raise ValueError(
-            f"`source` has {others}, which would have several values in a block. "
-            "Remove these features, or pack rows (`jb.packing.pack`) instead."
+            f"`source` has {others}, of which a block would have several values. "
+            "Remove them, or pack rows (`jb.packing.pack`)."
         )
 
 

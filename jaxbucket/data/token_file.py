@@ -1,4 +1,4 @@
-"""Concatenated examples in memory-mapped arrays, gathered one batch at a time.
+"""Token files: concatenated examples in memory-mapped arrays.
 
 A token file is a folder of plain `.npy` files, which numpy can read without this
 library: one file for each feature, and `offsets.npy` with the start of each example.
@@ -8,20 +8,25 @@ few fixed pages, which are compared whenever the token file is opened.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, Any
 
 import numpy as np
 
 from jaxbucket.base.digest import digest, file_digest
+from jaxbucket.base.files import complete
+from jaxbucket.base.notes import Noting
+from jaxbucket.data.example import Example
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.data.token_source import TokenSource
 
-OFFSETS = "offsets"
-
+_OFFSETS = "offsets"
 _FORMAT = {"format": "jaxbucket.TokenFile", "version": 2}
 _INDEX = "index.json"
 _PAGE_BYTES, _PAGES = 4096, 16
@@ -33,7 +38,6 @@ class TokenFile(TokenSource):
     Example:
       >>> import tempfile
       >>> import numpy as np
-      >>> from jaxbucket.data.token_writer import write_token_file
       >>> path = tempfile.mkdtemp() + "/corpus"
       >>> examples = [{"tokens": np.arange(n, dtype=np.uint16)} for n in (2, 3)]
       >>> file = write_token_file(path, examples)
@@ -65,10 +69,10 @@ class TokenFile(TokenSource):
         self.path = pathlib.Path(path).absolute()
         self._index = _read_index(self.path)
         self.arrays = {
-            name: _map_array(array_path(self.path, name), digests)
+            name: _map_array(_array_path(self.path, name), digests)
             for name, digests in self._index["files"].items()
         }
-        offsets = self.arrays.pop(OFFSETS)
+        offsets = self.arrays.pop(_OFFSETS)
         self._starts, self._ends = offsets[:-1], offsets[1:]
         self.num_tokens = int(offsets[-1])
         self.files = (self,)
@@ -98,7 +102,7 @@ def _reopen(path: pathlib.Path, fingerprint: str) -> TokenFile:
     return file
 
 
-def write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) -> None:
+def _write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) -> None:
     """Writes the index of the arrays in a folder.
 
     Args:
@@ -106,7 +110,7 @@ def write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) ->
       names: names of all features.
       sequences: names of the features with one entry per token.
     """
-    paths = {name: array_path(folder, name) for name in (*names, OFFSETS)}
+    paths = {name: _array_path(folder, name) for name in (*names, _OFFSETS)}
     files = {
         name: {"all": file_digest(path), "pages": _pages_digest(path)}
         for name, path in paths.items()
@@ -115,7 +119,7 @@ def write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) ->
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def array_path(folder: pathlib.Path, name: str) -> pathlib.Path:
+def _array_path(folder: pathlib.Path, name: str) -> pathlib.Path:
     """Returns the path of the array of a feature."""
     return folder / f"{name}.npy"
 
@@ -149,7 +153,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
         index = json.loads((folder / _INDEX).read_bytes())
         if {name: index.get(name) for name in _FORMAT} != _FORMAT:
             raise ValueError(f"its index does not have {_FORMAT}")
-        names = [*index["sequences"], OFFSETS]
+        names = [*index["sequences"], _OFFSETS]
         if len(names) < 2 or any(name not in index["files"] for name in names):
             raise ValueError("its index does not name its arrays")
         _fingerprint(index)
@@ -179,3 +183,135 @@ def _map_array(path: pathlib.Path, digests: Mapping[str, str]) -> np.ndarray:
         )
     # A plain view, because slicing a `memmap` takes a microsecond longer.
     return np.asarray(np.load(path, mmap_mode="r"))
+
+
+def write_token_file(
+    path: str | os.PathLike[str],
+    examples: Iterable[Example],
+    *,
+    sequences: Sequence[str] | None = None,
+) -> TokenFile:
+    """Writes examples to a new token file.
+
+    The folder appears under its name once all examples are written.
+
+    Example:
+      >>> import tempfile
+      >>> path = tempfile.mkdtemp() + "/corpus"
+      >>> file = write_token_file(path, ({"tokens": np.arange(n)} for n in (2, 3)))
+      >>> TokenFile(path).lengths
+      array([2, 3], dtype=int32)
+
+    Args:
+      path: the folder to create. It must not exist.
+      examples: dicts of arrays, all with the same features, dtypes and trailing shapes.
+        They are read once, one at a time.
+      sequences: names of the features with one entry per token, `[n, ...]`. By default
+        all features with a leading axis. All other features are stacked.
+
+    Returns:
+      The new token file, opened for reading.
+
+    Raises:
+      ValueError: if `path` exists; if there are no examples; if an example is empty or
+        differs from the first one; or if a feature cannot be stored, because of its
+        dtype or because its name is not a valid file name.
+    """
+    path = pathlib.Path(path)
+    if path.exists():
+        raise ValueError(f"`path={str(path)!r}` already exists. Pass a new path.")
+    with complete(path) as draft:
+        draft.mkdir()
+        _write_index(draft, *_write(draft, examples, sequences))
+    return TokenFile(path)
+
+
+def _write(
+    folder: pathlib.Path, examples: Iterable[Example], sequences: Sequence[str] | None
+) -> tuple[list[str], list[str]]:
+    """Writes all arrays. Returns the names of the features and of the sequences."""
+    examples = iter(examples)
+    first = next(examples, None)
+    if first is None:
+        raise ValueError("`examples` is empty. Pass at least one example.")
+    spec = ExampleSpec(first, sequences)
+    names = list(spec.axes)
+    with contextlib.ExitStack() as stack:
+
+        def open_column(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> _Column:
+            column = _Column(folder, name, dtype, shape)
+            return stack.enter_context(contextlib.closing(column))
+
+        columns = {
+            name: open_column(name, x.dtype, x.shape[1:] if name in names else x.shape)
+            for name, x in spec.arrays.items()
+        }
+        offsets = open_column(_OFFSETS, np.dtype(np.int64), ())
+        offsets.append(np.zeros(1, np.int64))
+        total = 0
+        for number, example in enumerate(itertools.chain([first], examples)):
+            with Noting(f"This is example {number}."):
+                arrays = spec.match(example)
+                (length,) = spec.lengths(arrays).values()
+            total += length
+            for name, value in arrays.items():
+                columns[name].append(value if name in names else value[None])
+            offsets.append(np.array([total]))
+    return list(spec.arrays), names
+
+
+class _Column:
+    """A `.npy` file that grows along its first axis."""
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        name: str,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+    ):
+        path = _array_path(folder, name)
+        if path.parent != folder or path.exists():
+            raise ValueError(
+                f"Feature {name!r} cannot be stored as a file of this name. Rename it, "
+                "using letters, digits, '_' and '-'."
+            )
+        if dtype.kind not in "biufc" or not _is_numpy_dtype(dtype):
+            raise ValueError(
+                f"Feature {name!r} is {dtype}, which a `.npy` file cannot store. "
+                "Convert it to float32 or int32, or store its `x.view(np.uint16)`."
+            )
+        self._dtype = dtype
+        self._shape = shape
+        self._length = 0
+        self._file: IO[bytes] = path.open("wb")
+        self._write_header()
+
+    def append(self, values: np.ndarray) -> None:
+        self._file.write(np.ascontiguousarray(values).data)
+        self._length += len(values)
+
+    def close(self) -> None:
+        # numpy pads the header, so a longer first axis fits into the same space.
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write_header(self) -> None:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(self._dtype),
+            "fortran_order": False,
+            "shape": (self._length, *self._shape),
+        }
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _is_numpy_dtype(dtype: np.dtype) -> bool:
+    """Returns whether the header of a `.npy` file preserves this dtype."""
+    descr = np.lib.format.dtype_to_descr(dtype)
+    try:
+        return np.lib.format.descr_to_dtype(descr) == dtype
+    except (TypeError, ValueError):
+        return False

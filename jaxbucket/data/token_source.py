@@ -14,13 +14,13 @@ from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.digest import digest
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
-from jaxbucket.data.example_spec import ExampleSpec
-from jaxbucket.data.segments import (
-    check_row_lengths,
+from jaxbucket.data.collate import (
+    check_row_length,
     row_mask,
     row_segments,
     with_segments,
 )
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.data.source import check_index
 from jaxbucket.packing.rows import Packing
 
@@ -147,7 +147,9 @@ class TokenSource:
             if truncate_left:
                 starts = starts + (lengths - kept)
             lengths = kept
-        check_row_lengths(lengths, bucket)
+        totals = lengths if rows.ndim == 1 else lengths.sum(axis=1)
+        with Noting(f"This is row {totals.argmax()} of the batch."):
+            check_row_length(int(totals.max()), bucket.tokens_per_row)
         if rows.ndim == 2:
             return self._packed(rows, starts, lengths, bucket, pad_value)
         filled = np.flatnonzero(rows != EMPTY_ROW)

@@ -94,7 +94,7 @@ def zip_sources(sources: Sequence[TokenSource]) -> ZippedSource:
 
     Example:
       >>> import tempfile
-      >>> from jaxbucket.data.token_writer import write_token_file
+      >>> from jaxbucket.data.token_file import write_token_file
       >>> folder = tempfile.mkdtemp()
       >>> pairs = [{"source": [5, 6, 7], "target": [8]}, {"source": [9], "target": [4]}]
       >>> files = [
@@ -120,8 +120,8 @@ def zip_sources(sources: Sequence[TokenSource]) -> ZippedSource:
     sizes = [len(x) if isinstance(x, TokenSource) else None for x in sources]
     if len(sources) < 2 or len(set(sizes)) > 1 or None in sizes:
         raise ValueError(
-            f"`sources` are {sources}. Pass two or more token files with the same "
-            "number of examples, or one source of examples with all features."
+            f"`sources` are {sources}. Pass two or more token files with as many "
+            "examples each."
         )
     features = [name for source in sources for name in source[0]]
     if repeated := sorted({x for x in features if features.count(x) > 1}):

@@ -211,8 +211,8 @@ class StreamDataset(grain.IterDataset[Batch]):
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         """Refuses Grain's workers, each of which would have a pool of its own."""
         raise ValueError(
-            "Batches of a stream cannot be made in workers. Use workers for the "
-            "examples, `stream.mp_prefetch(...)`, before `stream_batches`."
+            "Batches of a stream cannot be made in workers. Use workers for its "
+            "examples, `stream.mp_prefetch(...)`."
         )
 
     @property

@@ -8,12 +8,22 @@ from typing import Any, TypeAlias, cast
 
 import grain
 
-from jaxbucket.base.checks import check_positive, check_seed, with_article
+from jaxbucket.base.checks import (
+    check_function,
+    check_positive,
+    check_seed,
+    with_article,
+)
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.permutation import fold
-from jaxbucket.data.example import Example, Sequences, listed_names
+from jaxbucket.data.example import (
+    Example,
+    Sequences,
+    Transform,
+    listed_names,
+    transform_name,
+)
 from jaxbucket.data.example_spec import axis_labels
-from jaxbucket.data.transform import Transform, check_transform, transform_name
 
 EpochDataset: TypeAlias = Callable[[int, int], grain.IterDataset]
 
@@ -81,7 +91,8 @@ class ExampleStream:
             self._set("num_epochs", check_positive("num_epochs", self.num_epochs))
         self._set("pad_value", check_pad_value(self.pad_value))
         self._set("seed", check_seed(self.seed))
-        check_transform(self.transform)
+        if self.transform is not None:
+            check_function("transform", self.transform, "(example, rng)")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -128,9 +139,8 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Raises a ValueError with a remedy if something is not a `grain.IterDataset`."""
     if not isinstance(dataset, grain.IterDataset):
         raise ValueError(
-            f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass "
-            "`grain.MapDataset.source(examples).to_iter_dataset()`, or "
-            "`jb.stream.from_loader(loader, to_example)` for any other loader."
+            f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass one, "
+            "or `jb.stream.from_loader(loader, to_example)` for any other loader."
         )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import grain
@@ -16,10 +19,9 @@ from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs
 from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
-from jaxbucket.stream.lockstep import Lockstep
-from jaxbucket.stream.reader import PooledExample, StreamCounts
+from jaxbucket.stream.lockstep import Lockstep, Round
+from jaxbucket.stream.reader import PooledExample, Snapshot, StreamCounts
 from jaxbucket.stream.run import Phase, StreamRun
-from jaxbucket.stream.state import StreamState
 
 # The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
@@ -38,6 +40,64 @@ class ServedStep(NamedTuple):
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
     taken: list[int]  # Indices of the examples of the step.
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamState:
+    """The state of a stream before a step.
+
+    Attributes:
+      position: the step, and what the batches before it depend on.
+      counts: the counts of the examples that have been read.
+      pending: indices of the pending examples, ascending.
+      current_round: None if the step is the first of a round.
+      snapshot: the point from which the pending examples can be read again.
+    """
+
+    position: DataPosition
+    counts: StreamCounts
+    pending: list[int]
+    current_round: Round | None
+    snapshot: Snapshot
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain Python values, except for the state of the user's iterator.
+
+        The states of all steps have the same structure, so those parts whose structure
+        may differ are strings.
+        """
+        offsets = (self.counts.arrived - index for index in self.pending)
+        counts = dataclasses.asdict(self.snapshot.counts)
+        return {
+            "position": json.dumps(self.position.to_dict()),
+            "counts": dataclasses.asdict(self.counts),
+            "pending": " ".join(map(str, offsets)),
+            "round": json.dumps(self.current_round),
+            "snapshot": {**self.snapshot._asdict(), "counts": counts},
+        }
+
+    @classmethod
+    def from_dict(cls, state: Any) -> StreamState:
+        """Parses the result of `to_dict`.
+
+        Raises:
+          ValueError: if `state` is something else.
+        """
+        names = {field.name for field in dataclasses.fields(cls)} - {"current_round"}
+        if not isinstance(state, Mapping) or state.keys() != {*names, "round"}:
+            raise ValueError(
+                "`state` is not the state of a stream of batches. Pass the result of "
+                "`get_state()` or `state_before(step)` of its iterator."
+            )
+        counts = StreamCounts(**state["counts"])
+        saved, snapshot = json.loads(state["round"]), state["snapshot"]
+        return cls(
+            DataPosition.from_dict(json.loads(state["position"])),
+            counts,
+            [counts.arrived - int(x) for x in state["pending"].split()],
+            None if saved is None else Round(*saved),
+            Snapshot(**{**snapshot, "counts": StreamCounts(**snapshot["counts"])}),
+        )
 
 
 class StreamIterator(grain.DatasetIterator[Batch]):
@@ -96,8 +156,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         except BaseException:
             self._failure = RuntimeError(
                 f"Step {self._step} was interrupted. To continue, call "
-                "`set_state(get_state())`, or set an earlier state, in all processes "
-                "of the run."
+                "`set_state(get_state())` in all processes of the run."
             )
             raise
         if batches is None:
@@ -258,8 +317,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
         if len(pending) != before.num_pending:
             raise RuntimeError(
                 f"Step {self._step} was interrupted while examples were moved from the "
-                "pool into rows, so the pending examples are not known. Resume from a "
-                "state that was saved earlier."
+                "pool into rows. Resume from a state that was saved earlier."
             )
         return StreamState(
             self._position(step, before.counts),

@@ -131,8 +131,7 @@ class LoaderDataset(grain.IterDataset[Example]):
         if iterator is self._loader and self._is_read:
             raise ValueError(
                 f"`loader` is {with_article(self._loader)}, which can be read only "
-                "once, so it has no second epoch and cannot be sampled or resumed. "
-                "Pass an object that returns a new iterator each time."
+                "once. Pass an object that returns a new iterator each time."
             )
         self._is_read = True
         return iterator
@@ -245,9 +244,8 @@ class LoaderIterator(grain.DatasetIterator[Example]):
         self._num_taken = state["taken"]
         if self.get_state() != state:
             raise ValueError(
-                "`loader` yields other elements than before the state was saved, or "
-                "the same ones in another order. It must yield the same elements "
-                "again: give it a fixed seed."
+                "`loader` yields other elements than before the state was saved, or in "
+                "another order. Give it a fixed seed."
             )
 
     def close(self) -> None:

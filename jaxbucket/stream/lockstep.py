@@ -224,8 +224,7 @@ def _check_peers(statuses: Sequence[PeerStatus]) -> None:
         if a.parts != b.parts and b.distinct >= _MIN_DISTINCT:
             differences.append(
                 f"processes {first} and {other} have different rows, but the same "
-                f"{a.arrived} examples; give each a part of the stream, for example "
-                "with `from_loader(..., shard=jb.sharding.local_rows(mesh))`"
+                f"{a.arrived} examples; give each a part of the stream by `shard=`"
             )
     if differences:
         raise ValueError(

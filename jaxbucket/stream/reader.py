@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import grain
 
 from jaxbucket.base.notes import Noting
-from jaxbucket.data.example import Example, copy_features
-from jaxbucket.data.transform import apply_transform
+from jaxbucket.data.example import Example, apply_transform, copy_features
 from jaxbucket.schedule.example_draws import example_rng
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.loader import add_checksum
@@ -162,9 +161,8 @@ class StreamReader:
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
             raise ValueError(
-                f"Epoch {self._epoch} of the stream has no example, or none that is "
-                "kept, so there is nothing to train on. Check its source and the "
-                f"policy `overlong={self.limits.overlong!r}`."
+                f"Epoch {self._epoch} of the stream has no example that is kept under "
+                f"`overlong={self.limits.overlong!r}`. Check its source."
             )
         if self._epoch + 1 == self.examples.num_epochs:
             self.counts.ended = True
@@ -192,9 +190,8 @@ class StreamReader:
                 return copy_features(self._transformed(example, 0, 0))
         if default is None:
             raise ValueError(
-                "`like` is missing. The stream of this process has no example, so the "
-                "features of its empty rows are not known. Pass "
-                "`ExampleStream(dataset, like=example)`."
+                "`like` is missing, and the stream of this process has no example, "
+                "whose features empty rows need. Pass `ExampleStream(..., like=...)`."
             )
         return default
 

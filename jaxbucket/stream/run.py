@@ -277,8 +277,7 @@ def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
     ):
         raise ValueError(
             f"`plan[{step}]` does not hold the examples of the first plan. Plan with "
-            "the same sequences, `overlong` and `max_seq_len`, and append the longest "
-            "T of the first plan to the lengths."
+            "the same sequences, `overlong` and `max_seq_len`."
         )
 
 
@@ -288,15 +287,14 @@ def _make_phase(
     is_packed = run.max_segments is not None
     if is_packed and plan.sequences or plan.packed and not is_packed:
         raise ValueError(
-            f"`max_segments_per_row={run.max_segments}` does not fit {plan}. Packed "
-            "rows have one length and a largest number of examples; pass it, or "
-            "`plan.unpacked`, to have one example per row."
+            f"`max_segments_per_row={run.max_segments}` does not fit {plan}. Pass it "
+            "for packed rows, which have one length; or pass `plan.unpacked`."
         )
     rows = _local_rows(plan, run)
     if lengths is None and not run.has_all_rows:
         raise ValueError(
-            "`lengths` is missing, from which several processes derive the sequence "
-            "of buckets. Pass those of the plan, the same in all processes."
+            "`lengths` is missing, from which processes derive the sequence of "
+            "buckets. Pass those of the plan, the same in all of them."
         )
     sample = sequence = None
     if lengths is not None:

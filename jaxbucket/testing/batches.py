@@ -76,9 +76,7 @@ def check_batches(
     steps = list(range(len(hosts[0])) if resume_at is None else resume_at)
     for host, local_steps in enumerate(hosts):
         for step in steps:
-            violations += _check_resume(
-                loader(host, step), local_steps[step:], host, step
-            )
+            violations += _resume(loader(host, step), local_steps[step:], host, step)
     if violations:
         raise AssertionError("\n".join(violations))
 
@@ -272,7 +270,7 @@ def shorten(items: Sequence[str], separator: str) -> str:
     return f"{first} and {num_more} more" if num_more > 0 else first
 
 
-def _check_resume(
+def _resume(
     batches: Iterable[Batch | Step], expected: list[Step], host: int, start: int
 ) -> Iterator[str]:
     """Yields a line for each difference between a resumed and an unbroken epoch."""

@@ -25,7 +25,7 @@ from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.modes import Mode, row_keys
 from jaxbucket.train.state import TrainState, create_state
 
-# Variant of the batch -> the likely mistake and its remedy.
+# Variant of the batch -> the likely mistake and its remedy, in the order of testing.
 _REMEDIES = {
     "with its rows reordered": (
         "The result of a row depends on its index, but may depend only on its features "
@@ -122,17 +122,8 @@ def check_loss(
     """
     check_choice("mode", mode, get_args(Mode))
     batch = _checked_batch(batch)
-    num_rows = batch.bucket.batch_size
-    rows = np.arange(num_rows)
-    # Twice as many keys, because empty rows are added below.
-    keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
     results = _Results(loss_fn, model, mode)
-    expected = results.whole(batch, _take(keys, rows))
-    _check_finite(expected)
-    halves = results.of_halves(batch, _take(keys, rows))
-    scale = jax.tree.map(_scale, halves)
-
-    def check(variant: str, actual: Any) -> None:
+    for variant, actual, expected, scale in _variants(results, batch, seed, sequences):
         differences = [
             *_differing_sums(actual[1], expected[1], scale[1], tolerance),
             *_differing_gradients(actual[0], expected[0], scale[0], tolerance),
@@ -143,30 +134,40 @@ def check_loss(
                 f"{shorten(differences, '; ')}. {_REMEDIES[variant]}"
             )
 
+
+def _variants(
+    results: _Results, batch: Batch, seed: int | None, sequences: PaddedFeatures
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yields each variant of a batch, its results, those expected, and their scale."""
+    num_rows = batch.bucket.batch_size
+    rows = np.arange(num_rows)
+    # Twice as many keys, because empty rows are added below.
+    keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
+    expected = results.whole(batch, _take(keys, rows))
+    _require_finite(expected)
+    halves = results.of_halves(batch, _take(keys, rows))
+    scale = jax.tree.map(_scale, halves)
     order = np.random.default_rng(0).permutation(num_rows)
     if np.array_equal(order, rows):
         order = rows[::-1]
     reordered = results.whole(take_rows(batch, order), _take(keys, order))
-    check("with its rows reordered", reordered)
-    check("split into two halves, as on two devices", _added(halves))
-    with_empty = with_empty_rows(batch, num_rows)
-    halves = results.of_halves(with_empty, keys)
-    check("together with a device that has only empty rows", _added(halves))
-    refilled = with_other_padding(with_empty, sequences)
-    halves = results.of_halves(refilled, keys)
-    check("with different values in its padding", _added(halves))
+    reorder, split, with_empty, with_padding, with_columns, alone = _REMEDIES
+    yield reorder, reordered, expected, scale
+    yield split, _added(halves), expected, scale
+    padded = with_empty_rows(batch, num_rows)
+    yield with_empty, _added(results.of_halves(padded, keys)), expected, scale
+    padded = with_other_padding(padded, sequences)
+    yield with_padding, _added(results.of_halves(padded, keys)), expected, scale
     if seed is not None:
         try:
             expected = results.whole(batch, None)
         except Exception:
             return
     longer = with_more_columns(batch, sequences)
-    variant = "with twice as many columns, the new ones all padding"
-    check(variant, results.whole(longer, None))
+    yield with_columns, results.whole(longer, None), expected, scale
     if is_packed(batch):
         unpacked = without_neighbors(batch, sequences)
-        variant = "with every packed example in a row of its own"
-        check(variant, results.whole(unpacked, None))
+        yield alone, results.whole(unpacked, None), expected, scale
 
 
 def _checked_batch(batch: Batch) -> Batch:
@@ -224,7 +225,8 @@ def _added(of_halves: Any) -> Any:
     return jax.tree.map(lambda x: x[0] + x[1], of_halves)
 
 
-def _check_finite(results: Any) -> None:
+def _require_finite(results: Any) -> None:
+    """Raises an AssertionError that names the results that are not finite."""
     gradients, sums = results
     infinite = [f"{name!r} is {x}" for name, x in sums.items() if not np.isfinite(x)]
     infinite += [

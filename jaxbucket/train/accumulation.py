@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.notes import Noting
 from jaxbucket.compile.build import CompileOptions, Program
 from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.batch_size import at_least_float32
@@ -52,15 +53,8 @@ class Accumulated:
     micro_batches: Any
 
 
-def accumulating_step(
-    local_sums: Callable[..., Any],
-    global_sums: Callable[..., Any],
-    update: Callable[..., tuple[TrainState, Metrics]],
-    mesh: Mesh,
-    mode: Mode,
-    state_sharding: Any,
-) -> AccumulatingStep:
-    """Returns a train step over several micro-batches, `(state, micro_batches)`.
+class AccumulatingStep:
+    """A step `(state, micro_batches) -> (state, metrics)` whose phases are jitted.
 
     Args:
       local_sums: `(state, batch, keys) -> ((gradients, sums), variables)` over the rows
@@ -70,59 +64,6 @@ def accumulating_step(
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices.
       state_sharding: sharding of the state, or a tree of shardings.
-    """
-
-    def add_micro_batch(
-        state: TrainState, accumulated: Accumulated, batch: Batch
-    ) -> Accumulated:
-        number = accumulated.micro_batches
-        state = _with_variables_of(accumulated, state)
-        (grads, sums), variables = global_sums(state, batch, number)
-        if sums.keys() != accumulated.sums.keys():
-            raise ValueError(
-                f"`loss_fn` returns the sums {sorted(sums)} for a micro-batch and "
-                f"{sorted(accumulated.sums)} for another one. Return the same sums for "
-                "all micro-batches of a step, 0 where they do not apply."
-            )
-        new = jax.tree.map(at_least_float32, grads), sums
-        grads, sums = jax.tree.map(jnp.add, (accumulated.grads, accumulated.sums), new)
-        return Accumulated(grads, sums, variables, number + 1)
-
-    def begin(state: TrainState, batch: Batch) -> Accumulated:
-        def sums(state: TrainState, batch: Batch) -> Any:
-            keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
-            (grads, sums), variables = local_sums(state, batch, keys)
-            return jax.tree.map(at_least_float32, grads), sums, variables
-
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums, state, batch)
-        )
-        grads, sums, variables = zeros
-        return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
-
-    def update_state(
-        state: TrainState, accumulated: Accumulated
-    ) -> tuple[TrainState, Metrics]:
-        return update(state, accumulated.grads, accumulated.sums, accumulated.variables)
-
-    replicated = NamedSharding(mesh, PartitionSpec())
-    grads_sharding = state_sharding
-    if isinstance(state_sharding, TrainState):
-        grads_sharding = state_sharding.params
-    shardings = Accumulated(grads_sharding, replicated, replicated, replicated)
-    return AccumulatingStep(
-        begin=begin,
-        add=jit_step(add_micro_batch, mesh, mode, donate=(1,), out_shardings=shardings),
-        # Gradients are not donated, because no output could reuse their buffers.
-        update=jax.jit(
-            update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
-        ),
-        shardings=shardings,
-    )
-
-
-class AccumulatingStep:
-    """A step `(state, micro_batches) -> (state, metrics)` whose phases are jitted.
 
     Attributes:
       begin: `(state, batch) -> accumulated`, zeros of the shapes of their results.
@@ -132,16 +73,56 @@ class AccumulatingStep:
 
     def __init__(
         self,
-        begin: Callable[[TrainState, Batch], Accumulated],
-        add: Callable[[TrainState, Accumulated, Batch], Accumulated],
-        update: Callable[[TrainState, Accumulated], tuple[TrainState, Metrics]],
-        shardings: Accumulated,
+        local_sums: Callable[..., Any],
+        global_sums: Callable[..., Any],
+        update: Callable[..., tuple[TrainState, Metrics]],
+        mesh: Mesh,
+        mode: Mode,
+        state_sharding: Any,
     ):
+        def add_micro_batch(
+            state: TrainState, accumulated: Accumulated, batch: Batch
+        ) -> Accumulated:
+            number = accumulated.micro_batches
+            state = _with_variables_of(accumulated, state)
+            (grads, sums), variables = global_sums(state, batch, number)
+            new = jax.tree.map(at_least_float32, grads), sums
+            with Noting("`loss_fn` must return the same sums for all micro-batches."):
+                both = (accumulated.grads, accumulated.sums)
+                grads, sums = jax.tree.map(jnp.add, both, new)
+            return Accumulated(grads, sums, variables, number + 1)
+
+        def begin(state: TrainState, batch: Batch) -> Accumulated:
+            def results(state: TrainState, batch: Batch) -> Any:
+                keys = row_keys(0, checked_state(state).step, batch.bucket.batch_size)
+                (grads, sums), variables = local_sums(state, batch, keys)
+                return jax.tree.map(at_least_float32, grads), sums, variables
+
+            shapes = jax.eval_shape(results, state, batch)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            grads, sums, variables = zeros
+            return Accumulated(grads, sums, variables, jnp.zeros((), jnp.int32))
+
+        def update_state(
+            state: TrainState, accumulated: Accumulated
+        ) -> tuple[TrainState, Metrics]:
+            grads, sums = accumulated.grads, accumulated.sums
+            return update(state, grads, sums, accumulated.variables)
+
+        replicated = NamedSharding(mesh, PartitionSpec())
+        of_grads = state_sharding
+        if isinstance(state_sharding, TrainState):
+            of_grads = state_sharding.params
+        shardings = Accumulated(of_grads, replicated, replicated, replicated)
+        self._begin, self._shardings = begin, shardings
         self.begin = jax.jit(begin, out_shardings=shardings)
-        self.add = add
-        self.update = update
-        self._begin = begin
-        self._shardings = shardings
+        self.add = jit_step(
+            add_micro_batch, mesh, mode, donate=(1,), out_shardings=shardings
+        )
+        # Gradients are not donated, because no output could reuse their buffers.
+        self.update = jax.jit(
+            update_state, donate_argnums=0, out_shardings=(state_sharding, replicated)
+        )
 
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]
@@ -217,11 +198,10 @@ class CompiledAccumulation(CompiledSteps):
             dtype or feature outside the plan.
         """
         micro_batches = _checked(batch)
-        for micro_batch in micro_batches:
-            self.check_batch(micro_batch)
+        buckets = list(map(self.bucket_of, micro_batches))
         accumulated = self.run_program("begin")
-        for micro_batch in micro_batches:
-            accumulated = self.run(state, accumulated, micro_batch)
+        for bucket, micro_batch in zip(buckets, micro_batches, strict=True):
+            accumulated = self.run_program(bucket, state, accumulated, micro_batch)
         return self.run_program("update", state, accumulated)
 
 
@@ -240,14 +220,10 @@ def _with_variables_of(accumulated: Accumulated, state: TrainState) -> TrainStat
 def _checked(micro_batches: Any) -> Sequence[Batch]:
     """Returns the micro-batches if they are valid, before any of them is used."""
     # A `Batch` is a tuple, too.
-    is_group = isinstance(micro_batches, tuple | list) and not isinstance(
-        micro_batches, Batch
-    )
-    if not (is_group and micro_batches):
-        kind = "empty" if is_group else f"a {type(micro_batches).__name__}"
+    if isinstance(micro_batches, Batch) or not micro_batches:
         raise ValueError(
-            f"`micro_batches` is {kind}. Pass a tuple of `jaxbucket.Batch`, as yielded "
-            "by a schedule with `accumulate`."
+            f"`micro_batches` is a {type(micro_batches).__name__}. Pass a tuple of at "
+            "least one `jaxbucket.Batch`, as yielded by a schedule with `accumulate`."
         )
     for number, batch in enumerate(micro_batches):
         check_is_batch(f"micro_batches[{number}]", batch)

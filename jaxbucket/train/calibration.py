@@ -177,11 +177,6 @@ def calibrate(
       ValueError: if `shapes` is empty or has several T; if the batch axes do not
         divide a B; or if `step_fn` takes several micro-batches.
     """
-    if hasattr(step_fn, "compile_steps"):
-        raise ValueError(
-            "`step_fn` takes several micro-batches. Calibrate a step of a single batch "
-            "instead: `make_train_step` without `accumulate`."
-        )
     repeats = check_positive("repeats", repeats)
     shapes = list(shapes)
     if not shapes or not all(isinstance(x.seq_len, int) for x in shapes):

@@ -24,8 +24,7 @@ from etils import epath
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.position import DataPosition
-from jaxbucket.distributed.agreement import list_processes
-from jaxbucket.distributed.processes import Processes
+from jaxbucket.distributed.processes import Processes, list_processes
 from jaxbucket.train.checkpoint_contents import (
     check_can_be_saved,
     find_damage,
@@ -173,9 +172,8 @@ class Checkpoints:
         blind = [index for index, reply in enumerate(seen) if reply != str(True)]
         if blind:
             raise ValueError(
-                f"`directory={str(self._directory)!r}` is not shared by all processes: "
-                f"{list_processes(blind)} cannot see the files that process 0 writes "
-                "there. Choose a directory that all of them share."
+                f"`directory={str(self._directory)!r}`: {list_processes(blind)} cannot "
+                "see the files that process 0 writes there. Choose a shared directory."
             )
 
     def close(self) -> None:
@@ -296,12 +294,15 @@ class Checkpoints:
         step = self.latest_step
         if step is None:
             raise ValueError(
-                f"There is no checkpoint in {self._directory}. Pass the directory of "
-                "an existing run, or start a new run."
+                f"There is no checkpoint in {self._directory}. Start a new run."
             )
         folder = self._directory / str(step)
         if damage := find_damage(folder):
-            raise self._damaged(folder, damage)
+            older = [x for x in self._manager.all_steps() if x != step]
+            remedy = "There is no older checkpoint to resume from."
+            if older:
+                remedy = f"Delete this directory to resume from step {max(older)}."
+            raise ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
         metadata = self._manager.item_metadata(step).state
         if difference := find_difference(metadata, state):
             raise _different_state(folder, difference)
@@ -312,8 +313,6 @@ class Checkpoints:
         with Noting(f"Is {folder} of the same model, `wrt` and optimizer?"):
             saved: Any = self._manager.restore(step, args=items)
         position = DataPosition.from_dict(saved.position)
-        if position.step != step:
-            raise self._damaged(folder, f"its position is at step {position.step}")
         read = with_leaves(state, saved.state)
         if difference := find_other_key(read, state):
             raise _different_state(folder, difference)
@@ -366,13 +365,6 @@ class Checkpoints:
         if not folder.exists():
             (folder,) = self._directory.glob(f"{self._last}{_HALF_WRITTEN}*")
         write_seal(folder)
-
-    def _damaged(self, folder: epath.Path, damage: str) -> ValueError:
-        older = [step for step in self._manager.all_steps() if str(step) != folder.name]
-        remedy = "There is no older checkpoint to resume from."
-        if older:
-            remedy = f"Delete this directory to resume from step {max(older)}."
-        return ValueError(f"The checkpoint {folder} is damaged: {damage}. {remedy}")
 
 
 def _different_state(folder: epath.Path, difference: str) -> ValueError:

@@ -40,9 +40,8 @@ def check_can_be_saved(state: Any) -> None:
             raise ValueError(
                 f"`state{keystr(path)}`, called {name!r} in a checkpoint, is a "
                 f"{type(leaf).__name__} of shape {np.shape(leaf)}. A checkpoint holds "
-                "only arrays that are not empty, numbers of up to 64 bits and jax "
-                "random keys, under different names. Put other values into `extra`, "
-                "or make them static."
+                "arrays that are not empty and numbers of up to 64 bits, under "
+                "different names. Put others into `extra`, or make them static."
             )
         names.add(name)
 

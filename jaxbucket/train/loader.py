@@ -17,10 +17,9 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition
-from jaxbucket.data.example import Sequences
+from jaxbucket.data.example import Sequences, Transform
 from jaxbucket.data.pipeline import BatchDataset, batch_dataset
 from jaxbucket.data.source import Source
-from jaxbucket.data.transform import Transform
 from jaxbucket.data.workers import load_in_workers
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding import (

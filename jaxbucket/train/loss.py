@@ -89,18 +89,15 @@ def _named_sums(result: Any) -> Metrics:
         )
     sums = {"loss_sum": loss_sum, "weight": weight, **extra}
     for name, value in sums.items():
+        kind = jnp.floating if name == "loss_sum" else jnp.number
         # A Python number would be counted once per device.
-        if not isinstance(value, jax.Array) or value.shape or value.dtype == jnp.bool_:
-            kind = getattr(value, "dtype", type(value).__name__)
-            shape = list(getattr(value, "shape", ()))
+        is_array = isinstance(value, jax.Array) and not value.shape
+        if not is_array or not jnp.issubdtype(value.dtype, kind):
             raise ValueError(
-                f"`loss_fn` returned {name!r} as {kind}{shape}. "
-                "Return a scalar `jax.Array` of numbers, a sum over the batch."
+                f"`loss_fn` returned {name!r} as {getattr(value, 'aval', value)!r}. "
+                "Return a scalar `jax.Array`, a sum over the batch, and the loss as a "
+                "float."
             )
-    if not jnp.issubdtype(loss_sum.dtype, jnp.floating):
-        raise ValueError(
-            f"`loss_fn` returned 'loss_sum' as {loss_sum.dtype}. Return a float."
-        )
     _warn_of_half_precision(sums)
     return sums
 

@@ -27,17 +27,15 @@ def check_one_axis(mesh: Mesh, axes: tuple[str, ...]) -> None:
     if [name for name in axes if mesh.shape[name] > 1] != wide:
         raise ValueError(
             f"`batch_axes={axes}` must be all axes of the mesh, {mesh.axis_names}, in "
-            "its order, because `mode='pmap'` has a single axis. Use 'jit' or "
-            "'shard_map'."
+            "its order, for `mode='pmap'`. Use 'jit' or 'shard_map'."
         )
     # `jax.pmap` assumes that the devices of a process form a contiguous part.
     owners = [device.process_index for device in mesh.devices.flat]
     groups = [owner for owner, _ in itertools.groupby(owners)]
     if len(set(groups)) < len(groups):
         raise ValueError(
-            "`mode='pmap'` needs the devices of each process next to each other in "
-            f"`mesh`, but they belong to processes {owners}. Order them by process, or "
-            "use 'jit' or 'shard_map'."
+            f"`mesh` has devices of the processes {owners}. For `mode='pmap'`, order "
+            "them by process, or use 'jit' or 'shard_map'."
         )
 
 
@@ -77,9 +75,9 @@ class PmapStep:
                 check_vma=False,
             )
         )
-        self._compiled: dict[Any, PmapCompiled] = {}
+        self._compiled: dict[Any, PmapStages] = {}
 
-    def lower(self, *args: Any) -> PmapLowered:
+    def lower(self, *args: Any) -> PmapStages:
         """Traces the step for arguments of these shapes."""
         *replicated, batch = args
         with_axis = jax.eval_shape(self._put_axis, batch)
@@ -88,8 +86,7 @@ class PmapStep:
         abstract = jax.tree.map(
             lambda x: ShapedArray(x.shape, x.dtype), (*replicated, with_axis)
         )
-        stages = self._put_axis.lower(batch), self._mapped.lower(*abstract)
-        return PmapLowered(stages)
+        return PmapStages((self._put_axis.lower(batch), self._mapped.lower(*abstract)))
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -100,28 +97,23 @@ class PmapStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class PmapLowered:
-    """The result of `PmapStep.lower`, similar to `jax.stages.Lowered`.
+class PmapStages:
+    """A lowered or a compiled step, like `jax.stages.Lowered` and `Compiled`.
+
+    Its other attributes are those of the mapped program.
 
     Attributes:
-      stages: both programs, which are compiled one by one.
+      stages: both programs: the one that adds the leading axis, and the mapped one.
     """
 
-    stages: tuple[jax.stages.Lowered, jax.stages.Lowered]
+    stages: tuple[Any, ...]
 
-    def compile(self) -> PmapCompiled:
+    def compile(self) -> PmapStages:
         return self.join(*(stage.compile() for stage in self.stages))
 
-    def join(self, *stages: jax.stages.Compiled) -> PmapCompiled:
+    def join(self, *stages: jax.stages.Compiled) -> PmapStages:
         """Returns the step that consists of both executables."""
-        return PmapCompiled(stages)
-
-
-@dataclasses.dataclass(frozen=True)
-class PmapCompiled:
-    """A compiled step, whose attributes are those of the mapped executable."""
-
-    stages: tuple[jax.stages.Compiled, ...]
+        return PmapStages(stages)
 
     def __call__(self, *args: Any) -> Any:
         *replicated, batch = args

@@ -165,8 +165,7 @@ def _checked_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
         digits = np.frombuffer(digest(position.encode()).encode(), np.uint8)
         if np.ptp(multihost_utils.process_allgather(digits), axis=0).any():
             raise ValueError(
-                "`batches` differ between processes. Use the same source, plan, "
-                "lengths, seed and epoch in all of them."
+                "`batches` differ between processes. Use the same loader in all."
             )
     schedule = batches.schedule
     epoch = [x for step in range(start, stop) for x in schedule.micro_batches(step)]
@@ -178,10 +177,8 @@ def _checked_epoch(batches: train.MeshLoader) -> list[BatchIndices]:
         index = int(np.argmax(counts != expected))
         raise ValueError(
             f"`batches` has example {index} in {counts[index]} rows of its steps "
-            f"{start} to {stop - 1}, but each example needs exactly one output. "
-            "Predict with a loader of its own, `MeshLoader(source, BatchSchedule(plan, "
-            'lengths), mesh)`, without `replacement=True`, `remainder="drop"` or a '
-            "`Mixture`."
+            f"{start} to {stop - 1}, but each needs exactly one output. Predict with a "
+            "loader of one epoch of a `BatchSchedule` with the default options."
         )
     return epoch
 
@@ -202,15 +199,11 @@ def _micro_batches(elements: Iterable[Any]) -> Iterator[Batch]:
 
 def _check_outputs(outputs: Any, num_rows: int) -> None:
     """Raises a ValueError unless outputs are arrays with an entry per row."""
-    if not isinstance(outputs, Mapping) or not outputs:
+    shapes = None
+    if isinstance(outputs, Mapping):
+        shapes = {name: getattr(x, "shape", ()) for name, x in outputs.items()}
+    if not shapes or any(x[:1] != (num_rows,) for x in shapes.values()):
         raise ValueError(
-            f"`predict_fn` returned a {type(outputs).__name__}. Return a dict with at "
-            "least one array."
+            f"`predict_fn` returned {shapes or type(outputs).__name__}. Return a dict "
+            f"of arrays with one entry per row of the batch, {num_rows} here."
         )
-    for name, value in outputs.items():
-        shape = getattr(value, "shape", ())
-        if shape[:1] != (num_rows,):
-            raise ValueError(
-                f"`predict_fn` returned {name!r} with shape {list(shape)}. Return "
-                f"arrays with one entry per row of the batch, {num_rows} here."
-            )

@@ -9,21 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen, nnx
 from flax.core import unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh
 
 from jaxbucket.sharding import check_mesh, replicate
 from jaxbucket.train.linen_variables import init_linen
-from jaxbucket.train.model_checks import (
-    check_differentiable,
-    check_optimizer,
-    check_plain,
-    check_unused,
-    check_variables,
-)
 
+_PARAMETERS = (jax.Array, np.ndarray, np.number, float, int, nnx.Param)
 # The number of paths that a message lists.
 _NUM_PATHS = 3
 
@@ -145,11 +141,11 @@ def create_state(
     if mesh is not None:
         check_mesh(mesh)
     parts = _parts(model, mesh, sample, rngs, variables, wrt)
-    check_variables(parts.variables)
+    _check_variables(parts.variables)
     if wrt is not None and not jax.tree.leaves(parts.params):
         raise _nothing_selected(wrt, parts.frozen)
     if tx is not None:
-        check_differentiable(parts.params)
+        _check_differentiable(parts.params)
     state = TrainState(
         step=jnp.zeros((), jnp.int32),
         params=parts.params,
@@ -179,24 +175,24 @@ def _parts(
 ) -> _Parts:
     """Returns the parts of a model of any kind; the arguments of `create_state`."""
     if isinstance(model, TrainState):
-        check_unused("a state", sample=sample, rngs=rngs, variables=variables)
+        _check_unused("a state", sample=sample, rngs=rngs, variables=variables)
         state, model = model, model.model
         if isinstance(state.variables, dict):
             model, variables = model["params"], state.variables
     if isinstance(model, nnx.Module):
-        check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
+        _check_unused("an NNX module", sample=sample, rngs=rngs, variables=variables)
         # A filter of a path also selects variables that are not parameters.
         trained = nnx.Param if wrt is None else nnx.All(nnx.Param, wrt)
         graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
         params, frozen, others = map(_as_arrays, states)
         return _Parts(params, frozen, others, graphdef)
     if isinstance(model, linen.Module):
-        check_unused("a Linen module", variables=variables)
+        _check_unused("a Linen module", variables=variables)
         others = init_linen(model, sample, rngs, mesh)
         params = others.pop("params")
     else:
-        check_unused("plain parameters", sample=sample, rngs=rngs)
-        check_plain(model, variables)
+        _check_unused("plain parameters", sample=sample, rngs=rngs)
+        _check_plain(model, variables)
         others = () if variables is None else _as_arrays(unfreeze(dict(variables)))
         params = _as_arrays(model)
     return _Parts(*_split(params, wrt), others)
@@ -208,9 +204,8 @@ def checked_state(state: Any) -> TrainState:
         return state
     kind = f"{type(state).__module__}.{type(state).__qualname__}"
     raise ValueError(
-        f"`state` is a {kind}. The steps of jaxbucket take a state that `create_state` "
-        "returns, for instance `create_state(params, tx, mesh, variables={...})` with "
-        "your parameters and collections. For your own state, jit your own step."
+        f"`state` is a {kind}. Pass a state of `create_state`, such as "
+        "`create_state(params, tx, mesh)`. For your own state, jit your own step."
     )
 
 
@@ -281,3 +276,79 @@ def _as_arrays(tree: Any) -> Any:
     # The weak dtype of a Python number would become a strong one in the first step, and
     # the second step would be compiled again.
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
+
+
+def check_optimizer(tx: Any) -> None:
+    """Raises a ValueError if `tx` is not an optimizer."""
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(
+            f"`tx` is a {type(tx).__name__}. Pass an optimizer of optax, such as "
+            "`optax.adam(1e-3)`, or for evaluation `create_state(model, mesh=mesh)`."
+        )
+
+
+def _check_plain(params: Any, variables: Mapping[str, Any] | None) -> None:
+    """Raises a ValueError unless a model is a tree of parameters and nothing else."""
+    if "params" in (variables or ()):
+        raise ValueError(
+            '`variables` has the collection "params". Pass only the others.'
+        )
+    leaves = jax.tree.leaves(
+        params, is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable)
+    )
+    others = {type(x).__name__ for x in leaves if not isinstance(x, _PARAMETERS)}
+    if others or not leaves:
+        raise ValueError(
+            f"`model` is a {type(params).__name__}, not one of parameters: it has "
+            f"{sorted(others) or 'nothing'}. Pass arrays, an NNX module (put several "
+            "into `nnx.Dict(...)` or `nnx.List([...])`), or a Linen module with "
+            "`sample=`."
+        )
+    if isinstance(params, Mapping):
+        _check_has_no_collections(params)
+
+
+def _check_has_no_collections(params: Mapping[str, Any]) -> None:
+    """Raises a ValueError if collections of a Linen module would be trained."""
+    others = [name for name in params if name != "params"]
+    if "batch_stats" in params or ("params" in params and others):
+        collections = ", ".join(f'"{name}": variables["{name}"]' for name in others)
+        raise ValueError(
+            f"`model` has the collections {others}, which would be trained. Pass the "
+            'module and `sample=`, or `create_state(variables["params"], tx, mesh, '
+            f"variables={{{collections}}})`."
+        )
+
+
+def _check_differentiable(params: Any) -> None:
+    """Raises a ValueError if a parameter that is trained is not a float."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"`model` has the parameter {jax.tree_util.keystr(path)} of dtype "
+                f"{leaf.dtype}, which cannot be trained. Pass the parameters of a "
+                "state, convert them to floats, or leave them out by `wrt`."
+            )
+
+
+def _check_variables(variables: Any) -> None:
+    """Raises a ValueError if a model has variables that no step can update."""
+    # A Linen module in an NNX model has a variable type of the same name.
+    leaves = jax.tree.leaves_with_path(
+        variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for path, leaf in leaves:
+        if OVERWRITE_WITH_GRADIENT in (path[0].key, type(leaf).__name__):
+            raise ValueError(
+                f"`model` has the variable {jax.tree_util.keystr(path)}, the scale of "
+                "a layer in fp8, which its gradient replaces. Write your own step."
+            )
+
+
+def _check_unused(kind: str, **arguments: Any) -> None:
+    """Raises a ValueError if one of the arguments was passed."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"`{name}` was passed for {kind}, which does not use it. Leave it out."
+            )

@@ -9,15 +9,14 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base.batch import Batch
+from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.checks import check_function, check_seed
 from jaxbucket.sharding import DATA_AXIS, Axes
-from jaxbucket.train.accumulation import accumulating_step
+from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
-from jaxbucket.train.model_checks import check_optimizer
 from jaxbucket.train.modes import Mode, checked_axes, jit_step, sum_over_batch
-from jaxbucket.train.state import TrainState, checked_state
+from jaxbucket.train.state import TrainState, check_optimizer, checked_state
 from jaxbucket.train.update import updater
 from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
 
@@ -117,17 +116,12 @@ def make_train_step(
     if state_sharding is None:
         state_sharding = replicated
     if accumulate:
-        return accumulating_step(
+        return AccumulatingStep(
             local_sums, global_sums, update, mesh, mode, state_sharding
         )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        if not isinstance(batch, Batch):
-            raise ValueError(
-                f"`batch` is a {type(batch).__name__}, not a `jaxbucket.Batch`. Pass "
-                "`accumulate=True` to `make_train_step` for a step that takes "
-                "micro-batches."
-            )
+        check_is_batch("batch", batch)
         (grads, sums), variables = global_sums(state, batch)
         return update(state, grads, sums, variables)
 

@@ -74,8 +74,7 @@ def _check_state_of(tx: Any, state: TrainState) -> None:
     if not state.has_optimizer or _shapes(state.opt_state) != _shapes(initial):
         raise ValueError(
             "`state` was made without an optimizer, or with another one than the step. "
-            "Pass the same `tx` to `create_state(model, tx, mesh)` and "
-            "`make_train_step`."
+            "Pass the same `tx` to `create_state` and `make_train_step`."
         )
 
 

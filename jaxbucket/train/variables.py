@@ -49,8 +49,7 @@ def values_after(variables: Any, model: Any, returned: Any) -> Values:
     if isinstance(model, nnx.Module):
         if returned:
             raise ValueError(
-                "`loss_fn` returned variables of an NNX model. Assign them in the "
-                "model instead; steps take their new values from there."
+                "`loss_fn` returned variables of an NNX model. Assign them instead."
             )
         new = by_path(nnx.state(model))
         changed = {path: new[path] for path in old}
@@ -60,10 +59,9 @@ def values_after(variables: Any, model: Any, returned: Any) -> Values:
         was, now = _type_name(old.get(path)), _type_name(value)
         if was != now:
             raise ValueError(
-                f"`loss_fn` changes the variable {path} from {was} to {now}. Return "
-                "or assign only variables of the state, and keep their shapes and "
-                "dtypes, because steps are compiled for them. To add a collection, "
-                "pass `variables=` to `create_state`."
+                f"`loss_fn` changes the variable {path} from {was} to {now}. Keep the "
+                "shapes and dtypes of variables, for which steps are compiled. To add "
+                "a collection, pass `variables=` to `create_state`."
             )
     return old | new
 

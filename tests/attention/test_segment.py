@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxbucket as jb
 from jaxbucket.attention import blockwise, splash
-from jaxbucket.data.segments import row_segments
+from jaxbucket.data.collate import row_segments
 
 SLOW = pytest.mark.exhaustive
 CAUSAL = [True, pytest.param(False, marks=SLOW)]

@@ -22,8 +22,8 @@ from jaxbucket.plan.reports.epoch import BucketReport
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, 500, 1000).astype(np.int32)
 PAIRS = {
-    "de": np.maximum(LENGTHS * RNG.uniform(0.5, 1.5, 1000), 1).astype(np.int32),
-    "en": LENGTHS,
+    "de": np.maximum(LENGTHS[:200] * RNG.uniform(0.5, 1.5, 200), 1).astype(np.int32),
+    "en": LENGTHS[:200],
 }
 BUDGET = ("--max-tokens", 4096)
 OPTIONS = (*BUDGET, "--num-buckets", 4, "--seq-len-multiple", 32)
@@ -196,7 +196,7 @@ def test_several_columns_are_planned_reported_and_compared(files):
     assert compared["plans"][-1]["name"] == "one shape"
     run("plan", *words, "--pack", "always", "-o", "packed.json")
     packed = numbers("report", "packed.json", "pairs.npz")["report"]
-    assert packed["packed_examples"] == len(LENGTHS)
+    assert packed["packed_examples"] == len(PAIRS["en"])
 
 
 def test_the_keys_of_the_json_are_documented():

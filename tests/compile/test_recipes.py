@@ -106,16 +106,6 @@ def test_a_recipe_may_have_several_steps():
     assert len(done.report.programs) == 6
 
 
-def specs_of(plan):
-    return jb.sharding.batch_specs(plan, {"x": np.ones(3, np.float32)}, MESH)
-
-
-def swapped(plan):
-    step, state, specs = recipe(plan)
-    first, *rest = plan.buckets
-    return step, state, {b: specs[first] for b in (first, *rest)}
-
-
 @pytest.mark.parametrize(
     "invalid",
     [

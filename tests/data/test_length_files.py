@@ -175,5 +175,5 @@ def test_arrays_that_are_not_lengths_are_refused(tmp_path, array):
 
 def test_a_missing_pyarrow_names_the_extra(write, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"jaxbucket\[files\]"):
+    with pytest.raises(ImportError, match=r"jaxbucket\[files\]"):
         read_lengths(write("a.csv", "n\n1\n"))

@@ -40,39 +40,32 @@ def half(example):
 SEVERAL = {"x": [], "rows": ["y"], "columns": ["y"]}
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_lengths_of_one_and_of_several_sequences(tmp_path, num_workers):
-    options = {"num_workers": num_workers, "progress": False, "cache": tmp_path}
-    found = measure_lengths(Source(), sequences=["x"], **options)
+def test_lengths_of_one_and_of_several_sequences():
+    found = measure_lengths(Source(), sequences=["x"], progress=False)
     assert found.dtype == np.int32 and found.tolist() == lengths_of(1000).tolist()
-    several = measure_lengths(Source(), sequences=SEVERAL, **options)
+    several = measure_lengths(
+        Source(), sequences=SEVERAL, num_workers=2, progress=False
+    )
     assert list(several) == ["columns", "rows", "x"]
     assert several["x"].tolist() == found.tolist()
     assert set(several["rows"]) == {3}
     assert several["columns"].tolist() == [1 + i % 4 for i in range(1000)]
     functions = {"x": by_x, "columns": lambda x: x["y"].shape[1]}
-    options["cache_key"] = "1"
     for sequences in ({"x": [], "columns": ["y"]}, None):
         named = measure_lengths(
-            Source(), sequences=sequences, length_fn=functions, **options
+            Source(), sequences=sequences, length_fn=functions, progress=False
         )
         assert {x: y.tolist() for x, y in named.items()} == {
             name: several[name].tolist() for name in ("columns", "x")
         }
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_difficulties_of_one_and_of_several_metrics(tmp_path, num_workers):
-    options = {"num_workers": num_workers, "progress": False, "cache": tmp_path}
-    found = measure_difficulty(Source(), half, cache_key="half", **options)
+def test_difficulties_of_one_and_of_several_metrics():
+    found = measure_difficulty(Source(), half, progress=False)
     assert found.dtype == np.float64
     np.testing.assert_array_equal(found, lengths_of(1000) / 2)
-    several = measure_difficulty(
-        Source(),
-        {"length": by_x, "half": half},
-        cache_key="both",
-        **options,
-    )
+    functions = {"length": by_x, "half": half}
+    several = measure_difficulty(Source(), functions, progress=False)
     assert list(several) == ["half", "length"]
     np.testing.assert_array_equal(several["length"], 2 * several["half"])
 
@@ -264,17 +257,12 @@ def test_examples_without_a_length_are_refused(source):
         measure_lengths(source, progress=False)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     "length", [0, -1, 2**31, 1.0, "3", None, [3]] + [pytest.param(np.nan, id="nan")]
 )
-def test_invalid_results_of_a_function_are_refused(length, num_workers):
-    if num_workers and length != 0:
-        return
+def test_invalid_results_of_a_function_are_refused(length):
     with pytest.raises(ValueError, match=r"`length_fn`[^$]*`source\[0\]`"):
-        measure_lengths(
-            [1, 2], length_fn=lambda x: length, num_workers=num_workers, progress=False
-        )
+        measure_lengths([1, 2], length_fn=lambda x: length, progress=False)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, "3", None, [3]])

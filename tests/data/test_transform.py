@@ -373,7 +373,7 @@ def test_a_transform_that_is_not_callable_is_refused(transform):
     source = make_source(np.array([3]))
     plan = jb.plan_buckets([3], sample=True, max_tokens=3)
     schedule = jb.BatchSchedule(plan, [3])
-    with pytest.raises(ValueError, match="`transform`"):
+    with pytest.raises(ValueError, match="`transform="):
         jb.batch_dataset(source, schedule, transform=transform)
 
 

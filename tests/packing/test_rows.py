@@ -15,7 +15,7 @@ import pytest
 import jaxbucket as jb
 from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
-from jaxbucket.data.segments import row_segments
+from jaxbucket.data.collate import row_segments
 from jaxbucket.packing import row_choice
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import positions

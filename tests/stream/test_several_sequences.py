@@ -22,7 +22,6 @@ import jaxbucket as jb
 from jaxbucket.base.policies import TRUNCATING
 from jaxbucket.stream.bucket_sequence import MIN_SHARE_OF_LONGEST, bucket_shares
 from jaxbucket.stream.drain import cheapest_batches
-from jaxbucket.testing import check_batches
 
 NAMES = ("source", "target", "video")
 # The second feature is as long as the target.
@@ -381,33 +380,6 @@ def test_draining_the_pools_costs_little_more_than_the_minimum():
     assert np.mean(ratios) < 1.1
 
 
-@pytest.mark.parametrize("num_hosts", [1, 3])
-def test_streams_pass_the_checks_of_any_loader(num_hosts):
-    lengths, plan, _ = make_case(1, size=30, multiple=num_hosts)
-    pool, is_one = smallest_pool(plan, {}) + 10, num_hosts == 1
-
-    def loader(host: int, start_step: int):
-        options = {"meet": False, "num_steps": None if is_one else 80}
-        iterator, again = (
-            hosts_of(lengths, plan, [1] * num_hosts, pool, **options)[host]
-            for _ in range(2)
-        )
-        for _ in range(start_step):
-            next(iterator)
-        again.set_state(through_json(iterator.get_state()))
-        return again
-
-    check_batches(
-        loader,
-        num_examples=len(lengths),
-        num_dropped=len(lengths) - len(kept_indices(lengths, plan)),
-        buckets=plan.buckets,
-        max_tokens=plan.max_tokens,
-        num_hosts=num_hosts,
-        resume_at=range(3) if is_one else range(0, 9, 4),
-    )
-
-
 def test_each_of_the_longest_buckets_has_a_minimum_share():
     sizes = [{"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 4, "b": 9}]
     plan = jb.BucketPlan.from_shapes([(2, size) for size in sizes])
@@ -467,12 +439,3 @@ def test_hosts_may_start_with_images_of_different_sizes():
     ]
     one, two = ([x.bucket for (x,) in steps] for steps in drive(hosts))
     assert one == two != []
-
-
-def test_a_state_with_other_sequences_is_refused():
-    lengths = np.array([[3, 4], [4, 3]] * 9)
-    options = {"plan": PLAN, "pool_size": 8}
-    saved = iter(batches_of(stream(lengths), sequences=sequences_of(PLAN), **options))
-    next(saved)
-    with pytest.raises(ValueError, match="sequences .* -> "):
-        iter(batches_of(stream(lengths), **options)).set_state(saved.get_state())

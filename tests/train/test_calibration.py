@@ -261,9 +261,3 @@ def calibrate(step=lambda s, b: (s, b.num_tokens), shapes=SHAPES, **options):
 def test_invalid_arguments_are_refused(name, options):
     with pytest.raises(ValueError, match=f"`{name}="):
         calibrate(**options)
-
-
-def test_a_step_of_several_micro_batches_is_refused():
-    step = jb.make_train_step(loss_fn, optax.sgd(0.1), jb.data_mesh(), accumulate=True)
-    with pytest.raises(ValueError, match="`step_fn` takes several micro-batches"):
-        jb.train.calibrate(step, None, SHAPES, {}, jb.data_mesh())

@@ -125,21 +125,6 @@ def test_only_named_sequences_lose_their_padding():
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
-def test_outputs_of_fixed_width_keep_their_shape():
-    source, schedule = make_job()
-    mesh, _ = make_mesh("1")
-    width = schedule.plan.buckets[0].seq_len
-
-    def scores(params, batch):
-        per_row = batch.features["values"].sum(axis=1)
-        return {"scores": jnp.repeat(per_row[:, None], width, axis=1)}
-
-    step = jb.make_predict_step(scores, mesh)
-    batches = jb.MeshLoader(source, schedule, mesh)
-    outputs = jb.predict(step, make_state(mesh), batches, sequences=[])
-    assert {output["scores"].shape for output in outputs} == {(width,)}
-
-
 def test_sequences_must_name_outputs_of_shape_b_t():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")

@@ -263,12 +263,13 @@ def test_row_keys_differ_by_seed_step_and_micro_batch():
     calls = [
         row_keys(0, 0, 4),
         row_keys(1, 0, 4),
+        row_keys(2**40, 0, 4),
         row_keys(0, 1, 4),
         row_keys(0, 0, 4, micro_batch=1),
         row_keys(0, 0, 4, first_row=4),
     ]
     data = np.concatenate([jax.random.key_data(keys) for keys in calls])
-    assert len(np.unique(data, axis=0)) == 20
+    assert len(np.unique(data, axis=0)) == 24
 
 
 @functools.cache
@@ -793,7 +794,7 @@ def test_a_new_state_is_at_step_zero_with_a_new_optimizer():
         state.step = 1
 
 
-@pytest.mark.parametrize("mode", only("jit"))
+@pytest.mark.parametrize("mode", only("pmap"))
 def test_a_step_donates_its_state_and_nothing_else(mode):
     mesh, tx = four_devices(), optax.sgd(0.1, momentum=0.9)
     state = jb.create_state(make_params(), tx, mesh)
@@ -829,21 +830,6 @@ def test_pmap_refuses_a_state_that_is_sharded_already():
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     with pytest.raises(ValueError, match="sharding"):
         step(state, batch)
-
-
-def test_pmap_donates_the_state():
-    source, schedule = setup_run()
-    mesh, tx = four_devices(), optax.sgd(0.1)
-    first = jb.create_state(make_params(), tx, mesh)
-    step = jb.make_train_step(loss_fn, tx, mesh, mode="pmap")
-    specs = jb.sharding.batch_specs(schedule.plan, source[0], mesh)
-    steps = jb.compile_steps(step, first, specs, progress=False)
-    for batch in jb.sharding.prefetch_to_mesh(jb.batch_dataset(source, schedule), mesh):
-        second, _ = steps(first, batch)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params))
-        first = second
-    for bucket in schedule.plan.buckets:
-        assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -1007,13 +993,6 @@ def test_a_loss_that_breaks_the_contract_is_refused(case):
             step(state, batch)
 
 
-def test_seeds_that_agree_in_32_bits_have_different_keys():
-    from jaxbucket.train.modes import row_keys
-
-    a, b = (jax.random.key_data(row_keys(s, 0, 2)) for s in (5, 2**40 + 5))
-    assert not np.array_equal(a, b)
-
-
 def test_an_optimizer_that_drops_extra_arguments_is_named():
     tx = optax.chain(optax.sgd(0.1), jb.scale_by_batch_size(base_examples=4))
     tx = optax.MultiSteps(tx, 2).gradient_transformation()
@@ -1067,18 +1046,3 @@ def test_micro_batches_need_accumulate(mode):
             step(state, kind(micro_batches))
     state, _ = step(state, micro_batches[0])
     assert state.step == 1
-
-
-@pytest.mark.parametrize("made", [(), (optax.adam(0.1),)])
-def test_a_state_of_another_optimizer_is_refused(made):
-    mesh = jb.data_mesh()
-    plan = jb.BucketPlan.from_shapes([(8, 4)])
-    specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, np.float32)}, mesh)
-
-    def loss(params, batch, keys):
-        return (params["w"] * batch.features["x"]).sum(), batch.num_tokens
-
-    state = jb.create_state({"w": np.float32(1)}, *made, mesh=mesh)
-    step = jb.make_train_step(loss, optax.sgd(0.1), mesh)
-    with pytest.raises(ValueError, match="`state`"):
-        jb.compile_steps(step, state, specs)
