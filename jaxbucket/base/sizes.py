@@ -191,6 +191,7 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
             f"`lengths` is a {type(lengths).__name__}. Pass a mapping from each of "
             f"{list(sequences)} to its lengths [N]."
         )
+    check_sequence_names("lengths", lengths)
     check_same_sequences("lengths", lengths, sequences, "the plan has")
     columns = [check_lengths(lengths[x], f"lengths[{x!r}]") for x in sequences]
     if len({len(column) for column in columns}) > 1:

@@ -23,6 +23,7 @@ from jaxbucket.compile.executables import Executables, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
+    count_flops,
     memory_of,
 )
 
@@ -136,11 +137,16 @@ class Build:
             return
         with self._noting_failure(program):
             start = time.perf_counter()
-            lowered = program.fn.lower(*program.args)
+            if hasattr(program.fn, "trace"):
+                traced = program.fn.trace(*program.args)
+                lowered, flops = traced.lower(), count_flops(traced.jaxpr)
+            else:
+                lowered, flops = program.fn.lower(*program.args), None
             report = ProgramReport(
                 program.name,
                 str(program.label),
                 trace_seconds=time.perf_counter() - start,
+                flops=flops,
             )
             path = loaded = None
             if self._files is not None:

@@ -1,8 +1,14 @@
-"""The cost of building and running executables: seconds and bytes."""
+"""The cost of building and running executables: seconds, bytes and operations.
+
+XLA's own count of operations (`compiled.cost_analysis()`) counts the body of a loop
+once, so that a model of 32 layers in a `lax.scan` counts as one layer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -14,7 +20,8 @@ _DIGITS = 6
 _CAPTION = (
     "trace, XLA: seconds of tracing and compiling. args, out, temp, peak: MB on each "
     "device, for arguments, outputs without donated memory, temporary buffers, and all "
-    "of these. file: the first characters of its name."
+    "of these. GFLOP: 1e9 operations of matrix products and convolutions, over all "
+    "devices and loop iterations. file: the first characters of its name."
 )
 # Our names -> jax's names of the kinds of memory.
 _MEMORY = {
@@ -41,6 +48,8 @@ class ProgramReport:
       output_bytes: size of the outputs.
       aliased_bytes: the part of the outputs that reuses donated arguments.
       temporary_bytes: size of the temporary buffers.
+      flops: operations of matrix products and convolutions over all devices and loop
+        iterations; None if unknown.
       file: the name of its file, or None if it has no file.
     """
 
@@ -54,6 +63,7 @@ class ProgramReport:
     output_bytes: int | None = None
     aliased_bytes: int | None = None
     temporary_bytes: int | None = None
+    flops: int | None = None
     file: str | None = None
 
     @property
@@ -101,15 +111,15 @@ class CompileReport(Record):
       ...     "train_step", "[8, 4]", "compiled", trace_seconds=0.25,
       ...     compile_seconds=1.5, load_seconds=0.0, argument_bytes=3_000_000,
       ...     output_bytes=1_000_000, aliased_bytes=1_000_000,
-      ...     temporary_bytes=2_000_000,
+      ...     temporary_bytes=2_000_000, flops=4_000_000_000,
       ... )
       >>> report = CompileReport((program,))
       >>> report.num_compiled, report.programs[0].peak_bytes
       (1, 5000000)
       >>> print("\\n".join(str(report).splitlines()[:3]))
-      program            trace   XLA  args  out  temp  peak  file
-      ───────────────────────────────────────────────────────────
-      train_step [8, 4]   0.25  1.50   3.0  0.0   2.0   5.0
+      program            trace   XLA  args  out  temp  peak  GFLOP  file
+      ──────────────────────────────────────────────────────────────────
+      train_step [8, 4]   0.25  1.50   3.0  0.0   2.0   5.0      4
 
     Attributes:
       programs: the reports of the programs that are ready, in compilation order.
@@ -146,7 +156,7 @@ class CompileReport(Record):
         )
         table.add_column("program", no_wrap=True)
         # Short titles, so that the table fits in 80 columns.
-        for name in ("trace", "XLA", "args", "out", "temp", "peak"):
+        for name in ("trace", "XLA", "args", "out", "temp", "peak", "GFLOP"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("file", no_wrap=True)
         for p in self.programs:
@@ -158,9 +168,15 @@ class CompileReport(Record):
                 _megabytes(p.output_bytes, p.aliased_bytes),
                 _megabytes(p.temporary_bytes),
                 _megabytes(p.peak_bytes),
+                "" if p.flops is None else _gigaflops(p.flops),
                 (p.file or "")[:_DIGITS],
             )
         return table
+
+
+def _gigaflops(flops: int) -> str:
+    gigaflops = flops / 1e9
+    return f"{gigaflops:.0f}" if 1e3 <= gigaflops < 1e6 else f"{gigaflops:.3g}"
 
 
 def _megabytes(size: int | None, aliased: int | None = 0) -> str:
@@ -168,3 +184,73 @@ def _megabytes(size: int | None, aliased: int | None = 0) -> str:
         return ""
     megabytes = (size - (aliased or 0)) / 1e6
     return f"{megabytes:.1f}" if megabytes < 1000 else f"{megabytes:.0f}"
+
+
+def count_flops(jaxpr: Any) -> int:
+    """Returns the floating-point operations of all matrix products and convolutions.
+
+    The count covers the whole program on all devices: 2 * M * N * K for a product of
+    `[M, K]` and `[K, N]`. The body of a `lax.scan`, or of a `fori_loop` with a known
+    number of iterations, counts once per iteration. The body of a `while_loop` counts
+    once, because its number of iterations is unknown. A `cond` counts as its largest
+    branch, and a Pallas kernel as one cell of its grid. Other operations do not count.
+
+    Args:
+      jaxpr: a traced program, such as `jax.jit(f).trace(x).jaxpr`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def power(x):
+      ...     return jax.lax.fori_loop(0, 5, lambda _, y: y @ x, x)
+      >>> count_flops(jax.jit(power).trace(jnp.ones((8, 8))).jaxpr) == 5 * 2 * 8**3
+      True
+    """
+    # A ClosedJaxpr contains the program itself.
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(map(_equation_flops, jaxpr.eqns))
+
+
+def _equation_flops(equation: Any) -> int:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _product_flops(equation)
+    if name == "conv_general_dilated":
+        return _convolution_flops(equation)
+    inner = [count_flops(program) for program in _programs(params.values())]
+    if name == "cond":
+        return max(inner, default=0)
+    return _num_runs(name, params) * sum(inner)
+
+
+def _product_flops(equation: Any) -> int:
+    left = equation.invars[0].aval.shape
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    depth = math.prod(left[axis] for axis in contracted)
+    return 2 * math.prod(equation.outvars[0].aval.shape) * depth
+
+
+def _convolution_flops(equation: Any) -> int:
+    kernel = equation.invars[1].aval.shape
+    # Each output is a sum over the kernel's window and the channels of its group.
+    outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+    window = math.prod(kernel) // max(outputs, 1)
+    return 2 * math.prod(equation.outvars[0].aval.shape) * window
+
+
+def _num_runs(name: str, params: dict[str, Any]) -> int:
+    """Returns how many times the programs inside an equation run."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        # The program inside is that of a single device.
+        axes = params.get("manual_axes", params["mesh"].axis_names)
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
+    return 1
+
+
+def _programs(values: Any) -> Iterator[Any]:
+    for value in values:
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _programs(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -31,7 +31,7 @@ def read_lengths(
     `.tsv`, `.jsonl` and `.parquet` by pyarrow with its own rules. Tables of text may be
     compressed, as in `.jsonl.gz`. Integers are lengths, lists and bytes are measured by
     their number of elements, and text is measured in `unit`. A tab-separated file has
-    no quotes. A blank line is a row without a length.
+    no quotes. Blank lines at the end of a file are ignored.
 
     Example:
       >>> import tempfile
@@ -91,22 +91,42 @@ def _read_table(
     with naming_the_extra():
         dataset = _dataset(path, suffix)
     names = _chosen(dataset.schema.names, columns)
-    kinds = {name: str(dataset.schema.field(name).type) for name in names}
-    is_headless = all(name.strip().isdecimal() for name in names)
-    if suffix in (".csv", ".tsv") and (is_headless or "binary" in kinds.values()):
+    is_plain = suffix in (".csv", ".tsv")
+    if is_plain and all(map(_is_number, names)):
         raise ValueError(
-            f"The columns are {kinds}. Add a header to a file whose first row has "
-            "numbers, and convert binary text to UTF-8."
+            f"The columns have the numbers {names} as names. Add a header to the file."
+        )
+    kinds = {name: str(dataset.schema.field(name).type) for name in names}
+    if is_plain and "binary" in kinds.values():
+        raise ValueError(
+            f"The columns {kinds} have text that is not UTF-8. Convert the file."
         )
     parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
     row = 0
-    options: dict[str, Any] = {"batch_size": 4096, "use_threads": False}
-    for batch in dataset.to_batches(columns=list(names), **options):
+    for batch in _batches(dataset, names, is_plain):
         for name in names:
             parts[name].append(_lengths_of(batch.column(name), name, row, unit))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
+
+
+def _batches(dataset: Any, names: Sequence[str], is_plain: bool) -> Iterator[Any]:
+    """Yields parts of a table; of csv and tsv without the blank lines at the end."""
+    options: dict[str, Any] = {"batch_size": 4096, "use_threads": False}
+    if not is_plain:
+        yield from dataset.to_batches(columns=list(names), **options)
+        return
+    blank: list[Any] = []
+    for batch in dataset.to_batches(**options):
+        # Only a row that is null in all columns is a blank line.
+        is_null = [x.is_null().to_numpy(zero_copy_only=False) for x in batch.columns]
+        filled = np.flatnonzero(~np.logical_and.reduce(is_null))
+        if len(filled):
+            number = int(filled[-1]) + 1
+            yield from [*blank, batch.slice(0, number)]
+            batch, blank = batch.slice(number), []
+        blank.append(batch)
 
 
 def _dataset(path: pathlib.Path, suffix: str) -> Any:
@@ -162,6 +182,14 @@ def _lengths_of(values: Any, name: str, first: int, unit: Unit | None) -> np.nda
     elif types.is_binary(kind) or types.is_large_binary(kind):
         values = compute.call_function("binary_length", [values])
     return values.to_numpy(zero_copy_only=False)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _text_lengths(values: Any, unit: Unit | None) -> Any:

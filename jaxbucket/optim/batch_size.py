@@ -53,22 +53,8 @@ class BatchScaling:
     rule: Callable[[jax.Array], jax.Array] = jnp.sqrt
 
     @classmethod
-    def from_options(
-        cls,
-        *,
-        base_examples: float | None,
-        base_tokens: float | None,
-        base_rows: float | None,
-        base_weight: float | None,
-        rule: Rule = "sqrt",
-    ) -> BatchScaling:
-        """Returns the scaling for checked options of `scale_by_batch_size`."""
-        bases = {
-            "base_examples": base_examples,
-            "base_tokens": base_tokens,
-            "base_rows": base_rows,
-            "base_weight": base_weight,
-        }
+    def from_options(cls, rule: Rule, **bases: float | None) -> BatchScaling:
+        """Returns the scaling for the options of `scale_by_batch_size`."""
         names = [name for name, base in bases.items() if base is not None]
         if len(names) != 1:
             listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
@@ -82,18 +68,17 @@ class BatchScaling:
             rule=rule if callable(rule) else _RULES[rule],
         )
 
-    def ratio(self, extra: Mapping[str, Any]) -> jax.Array:
-        """Returns `[]`, the batch size divided by the base.
+    def factor(self, extra: Mapping[str, Any]) -> jax.Array:
+        """Returns `[]`, the factor of the learning rate for this batch.
+
+        Args:
+          extra: the extra arguments of `update`.
 
         Raises:
-          ValueError: if the size is missing from the extra arguments of `update`, or is
-            not a valid size.
+          ValueError: if `size_in` raises it, or the rule does not return one number.
         """
-        return jnp.asarray(size_in(extra, self.size), wide_float()) / self.base
-
-    def factor(self, extra: Mapping[str, Any]) -> jax.Array:
-        """Returns `[]`, the factor of the learning rate for this batch."""
-        factor = self.rule(self.ratio(extra))
+        size = jnp.asarray(size_in(extra, self.size), wide_float())
+        factor = self.rule(size / self.base)
         if np.shape(factor) or factor is None:
             raise ValueError(f"`rule` returned {factor!r}. Return one number.")
         return jnp.asarray(factor)
@@ -201,11 +186,11 @@ def scale_by_batch_size(
         unknown. From `update`: if the size is missing.
     """
     scaling = BatchScaling.from_options(
+        rule,
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
         base_weight=base_weight,
-        rule=rule,
     )
 
     def init(params: optax.Params) -> Any:

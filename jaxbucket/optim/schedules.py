@@ -135,11 +135,11 @@ def scale_schedule(
     if not callable(schedule):
         check_float("schedule", schedule)
     scaling = BatchScaling.from_options(
+        rule,
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
         base_weight=base_weight,
-        rule=rule,
     )
     return ScaledSchedule(schedule, scaling)
 

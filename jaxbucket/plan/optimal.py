@@ -29,7 +29,7 @@ from jaxbucket.plan.lower_bound import (
 _SOFT_PAIRS, _MAX_PAIRS = 150_000_000, 250_000_000
 # After this many, no wider search starts if the last one found no choice that costs
 # less than this share of the previous one.
-_UNPROVEN_PAIRS, _HARDLY_LESS = 2_000_000, 1 - 2e-5
+_UNPROVEN_PAIRS, _HARDLY_LESS = 8_000_000, 1 - 2e-5
 # If the bounds need more pairs, only some candidates are used. About half a second.
 _MAX_BOUND_PAIRS = 80_000_000
 # Candidates per bucket: below `_WIDE`, dense boundaries are not optimized together, and

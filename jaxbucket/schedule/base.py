@@ -175,7 +175,7 @@ class Schedule(abc.ABC):
         Raises:
           ValueError: if `epoch` is negative or not an integer.
         """
-        return check_epoch(epoch) * self.steps_per_epoch
+        return check_integer("epoch", epoch, least=0) * self.steps_per_epoch
 
     @functools.cached_property
     def data_fingerprint(self) -> str:
@@ -201,8 +201,3 @@ def check_step(step: int) -> int:
     if step < 0:
         raise IndexError(f"`step={step}` must not be negative.")
     return step
-
-
-def check_epoch(epoch: int) -> int:
-    """Returns an epoch as an int, or raises a ValueError if it is negative."""
-    return check_integer("epoch", epoch, least=0)

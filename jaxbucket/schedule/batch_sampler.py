@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.schedule.base import Schedule, check_epoch
+from jaxbucket.base.checks import check_integer
+from jaxbucket.schedule.base import Schedule
 
 
 class BatchSampler:
@@ -75,7 +76,7 @@ class BatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration."""
-        self.epoch = check_epoch(epoch)
+        self.epoch = check_integer("epoch", epoch, least=0)
 
     def _steps(self) -> tuple[int, int]:
         """Returns the first step of the epoch, and that of the next one."""

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxbucket.schedule.base import Schedule, check_epoch, check_step
+from jaxbucket.base.checks import check_integer
+from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.combined import CombinedSchedule, change_steps
 
 
@@ -93,7 +94,7 @@ class JoinedSchedule(CombinedSchedule):
         return self._epochs[index] + self._components[index].epoch_at(number)
 
     def epoch_start(self, epoch: int) -> int:
-        check_epoch(epoch)
+        check_integer("epoch", epoch, least=0)
         index = bisect.bisect_right(self._epochs, epoch) - 1
         start = self._components[index].epoch_start(epoch - self._epochs[index])
         return self._first_steps[index] + start

@@ -19,7 +19,6 @@ from jaxbucket.base.checks import (
 )
 from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import number_table
-from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.combined import CombinedSchedule, change_steps
@@ -245,16 +244,6 @@ class Mixture(CombinedSchedule):
             )
         return listed
 
-    def _cost(self, index: int) -> Report:
-        """Returns the cost of an epoch of a component."""
-        schedule = self.schedules[index]
-        if not isinstance(schedule, BatchSchedule):
-            raise ValueError(
-                f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
-                "whose epochs differ. A report requires a `BatchSchedule`."
-            )
-        return schedule.report()
-
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps until every component has completed its own epoch.
@@ -340,7 +329,13 @@ class Mixture(CombinedSchedule):
 
     def _report(self, index: int, steps: int) -> ComponentReport:
         """Returns the numbers of a component over its first `steps` steps."""
-        epoch, epochs = self._cost(index), steps / len(self.schedules[index])
+        schedule = self.schedules[index]
+        if not isinstance(schedule, BatchSchedule):
+            raise ValueError(
+                f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
+                "whose epochs differ. A report requires a `BatchSchedule`."
+            )
+        epoch, epochs = schedule.report(), steps / len(schedule)
         return ComponentReport(
             str(self._keys[index]),
             steps,

@@ -156,7 +156,11 @@ class AccumulatingStep:
           options: the options of `jaxbucket.compile_steps`.
         """
         # A function without arguments serves all buckets.
-        begin = functools.partial(self._begin, state, next(iter(specs.values())))
+        first = next(iter(specs.values()))
+
+        def begin() -> Accumulated:
+            return self._begin(state, first)
+
         accumulated = self._specs(jax.eval_shape(begin), state)
         return CompiledAccumulation(
             self.add,

@@ -202,7 +202,7 @@ def _check_outputs(outputs: Any, num_rows: int) -> None:
     """Raises a ValueError unless outputs are arrays with an entry per row."""
     shapes = None
     if isinstance(outputs, Mapping):
-        shapes = {name: np.shape(value) for name, value in outputs.items()}
+        shapes = {name: getattr(x, "shape", ()) for name, x in outputs.items()}
     if not shapes or any(x[:1] != (num_rows,) for x in shapes.values()):
         raise ValueError(
             f"`predict_fn` returned {shapes or type(outputs).__name__}. Return a dict "

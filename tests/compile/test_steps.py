@@ -487,6 +487,88 @@ def test_the_report_has_seconds_and_bytes():
         assert f"matmul_step {bucket}" in text.getvalue()
 
 
+def test_operations_of_all_devices_are_counted_in_all_modes():
+    mesh = jb.data_mesh(jax.devices()[:2])
+    plan = jb.BucketPlan.from_shapes([(8, 4)])
+    specs = jb.sharding.batch_specs(plan, {"x": np.ones((3, 6), np.float32)}, mesh)
+
+    def loss(params, batch, keys):
+        return (batch.features["x"] @ params["w"]).sum(), batch.num_tokens
+
+    flops = {}
+    for mode in ("jit", "shard_map"):
+        tx = optax.sgd(0.1)
+        state = jb.create_state({"w": jnp.ones((6, 3))}, tx, mesh)
+        step = jb.make_train_step(loss, tx, mesh, mode=mode)
+        (program,) = jb.compile_steps(step, state, specs).report.programs
+        flops[mode] = program.flops
+    forward = 2 * 8 * 4 * 6 * 3
+    # The gradient of the weights doubles the operations.
+    assert flops == {"jit": 2 * forward, "shard_map": 2 * forward}
+
+
+def traced(fn, *args):
+    return jax.jit(fn).trace(*args).jaxpr
+
+
+MATRIX = jnp.ones((4, 4))
+PRODUCT = 2 * 4**3
+OPERATIONS = {
+    "a product": (lambda x: x @ x, PRODUCT),
+    "none": (lambda x: x + x, 0),
+    "a batch of products": (
+        lambda x: jax.vmap(lambda y: x @ y)(jnp.ones((3, 4, 4))),
+        3 * PRODUCT,
+    ),
+    "inside of jit": (lambda x: jax.jit(lambda y: y @ y)(x), PRODUCT),
+    "nested loops": (
+        lambda x: jax.lax.fori_loop(
+            0, 3, lambda _, y: jax.lax.fori_loop(0, 5, lambda _, z: z @ x, y), x
+        ),
+        15 * PRODUCT,
+    ),
+    "a loop of unknown length": (
+        lambda x: jax.lax.while_loop(lambda y: y.sum() < 1e9, lambda y: y @ x, x),
+        PRODUCT,
+    ),
+    "branches": (
+        lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ y @ y, lambda y: y, x),
+        2 * PRODUCT,
+    ),
+    "rematerialization": (
+        lambda x: jax.grad(lambda y: jax.checkpoint(lambda z: jnp.sin(z @ x))(y).sum())(
+            x
+        ),
+        3 * PRODUCT,
+    ),
+    "custom derivatives": (lambda x: jax.nn.relu(x @ x), PRODUCT),
+    "a convolution": (
+        lambda x: jax.lax.conv(
+            jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2)), (1, 1), "VALID"
+        ),
+        2 * (2 * 5 * 7 * 7) * (3 * 2 * 2),
+    ),
+    "a convolution in groups": (
+        lambda x: jax.lax.conv_general_dilated(
+            jnp.ones((2, 6, 8)),
+            jnp.ones((4, 3, 2)),
+            (1,),
+            "VALID",
+            feature_group_count=2,
+        ),
+        2 * (2 * 4 * 7) * (3 * 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_are_counted(name):
+    from jaxbucket.compile.report import count_flops
+
+    fn, want = OPERATIONS[name]
+    assert count_flops(traced(fn, MATRIX)) == want
+
+
 def test_a_count_that_another_library_has_ended_is_reported():
     def sixfold(x):
         return 6 * x

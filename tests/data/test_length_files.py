@@ -86,6 +86,20 @@ def test_a_missing_file_is_reported(tmp_path, name):
         read_lengths(tmp_path / name)
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
+@pytest.mark.parametrize("blank", ["\n", "\r\n\r\n", "\n" * 9000])
+def test_blank_lines_at_the_end_are_ignored(write, suffix, blank):
+    (numbers,) = read_lengths(write(f"a{suffix}", f"n\n3\n5\n{blank}"))
+    assert numbers.tolist() == [3, 5]
+    (words,) = read_lengths(
+        write(f"b{suffix}", f"text\nto be\nx\n{blank}"), (), "words"
+    )
+    assert words.tolist() == [2, 1]
+    comma = "\t" if suffix == ".tsv" else ","
+    path = write(f"c{suffix}", f"n{comma}m\n3{comma}x\n5{comma}y\n{blank}")
+    assert read_lengths(path, ["n"])[0].tolist() == [3, 5]
+
+
 def test_long_lines_and_many_rows_are_read(write):
     texts = ["x" * 3_000_000, *["y" * (1 + i % 7) for i in range(20_000)]]
     path = write("rows.jsonl", json_lines(text=texts))
@@ -99,8 +113,7 @@ def test_long_lines_and_many_rows_are_read(write):
         ("a.csv", "n,m\n1,2\n3,\n", "row 1 is null"),
         ("a.csv", "m\n1\n\n3\n", "row 1 is null"),
         ("a.csv", "m\n1\n" + "\n" * 9000 + "3\n", "row 1 is null"),
-        ("a.csv", "n,m\n1,2\n\n", "row 1 is null"),
-        ("a.tsv", "m\n1\n\n", "row 1 is null"),
+        ("a.csv", "n,m\n1,2\n3,\n\n", "row 1 is null"),
         ("a.csv", "m\n1\nNA\n", "--unit"),
         ("a.csv", 'm\n1\n""\n', "--unit"),
         ("a.csv", b"m\nab\xff\n", "UTF-8"),

@@ -132,16 +132,6 @@ def test_sequences_of_the_file_also_apply_to_examples_read_one_at_a_time(
         assert batch.features["meta"].shape == (2, max_segments, 3)
 
 
-def test_a_single_sequence_may_be_a_string(tmp_path):
-    examples = tokens(3, 2, 4)
-    file = write_token_file(tmp_path / "file", examples, sequences="tokens")
-    assert file.sequences == ("tokens",)
-    assert measure_lengths(file, sequences="tokens").tolist() == [3, 2, 4]
-    assert len(split_source(file, 2, sequences="tokens")) == 5
-    schedule = BatchSchedule(plan_buckets(file.lengths, max_tokens=12), file.lengths)
-    assert len(batch_dataset(file, schedule, sequences="tokens")) == 3
-
-
 def test_a_pickled_file_is_refused_if_it_was_replaced(path, examples, monkeypatch):
     monkeypatch.chdir(path.parent)
     text = pickle.dumps(TokenFile(path.name))

@@ -93,6 +93,3 @@ def test_a_stopped_run_resumes_in_another_number_of_processes(folder, tmp_path):
     out, _ = run.communicate(timeout=300)
     assert run.returncode == 0, out
     assert_same(folder, "alone.json", first=step)
-
-
-# Code that makes the processes differ -> the message of both.

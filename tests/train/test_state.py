@@ -1,4 +1,4 @@
-"""States of Linen, NNX and plain models: initialization, selection, loss scales."""
+"""States of Linen, NNX and plain models: initialization and selection."""
 
 import dataclasses
 
@@ -342,9 +342,6 @@ def test_a_path_and_a_value_select_parameters():
     assert seen == [("a", 0), ("a", 1), ("b", "c")]
     assert [x.shape for x in jax.tree.leaves(state.params)] == [(2, 2)]
     jax.tree.map(np.testing.assert_array_equal, state.model, params)
-
-
-# Loss scales
 
 
 def times(factor):

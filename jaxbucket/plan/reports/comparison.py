@@ -297,7 +297,8 @@ def _rules(
     optimum = Optimum(candidates, num_buckets)
     chosen = {OPTIMAL: optimum.choice()}
     by_tokens = Candidates.of(lengths, dataclasses.replace(limits, cost_fn=None))
-    if not _are_proportional(candidates.costs, by_tokens.costs):
+    ratios = candidates.costs / by_tokens.costs
+    if not np.allclose(ratios, ratios[0], rtol=1e-9, atol=0):
         chosen[BY_TOKENS] = RULES[OPTIMAL](by_tokens, num_buckets)
     for name, rule in RULES.items():
         if name != OPTIMAL:
@@ -325,8 +326,3 @@ def _sequence_rules(
     if limits.batch_sizes(longest)[0] > 0:
         plans[ONE_SHAPE] = fitted_plan(limits, longest, lengths)
     return plans
-
-
-def _are_proportional(costs: np.ndarray, tokens: np.ndarray) -> bool:
-    ratios = costs / tokens
-    return bool(np.allclose(ratios, ratios[0], rtol=1e-9, atol=0))
