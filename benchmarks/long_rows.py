@@ -130,10 +130,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, ids: jax.Array) -> jax.Array:
         heads = self.heads(self.norm(x)).reshape(*x.shape[:2], HEADS, -1)
-        heads = jnp.split(heads, 3, axis=-1)
-        x = x + self.out(
-            jb.segment_attention(*heads, ids, is_causal=True).reshape(x.shape)
-        )
+        query, key, value = jnp.split(heads, 3, axis=-1)
+        output = jb.segment_attention(query, key, value, ids, is_causal=True)
+        x = x + self.out(output.reshape(x.shape))
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
@@ -227,8 +226,8 @@ def run(plan: Any, lengths: np.ndarray, mesh: Any, loss: Any, **axes: Any) -> An
     def epoch() -> None:
         nonlocal state
         for batch in batches:
-            state, metrics = steps(state, batch)
-        jax.block_until_ready(metrics)
+            state, _ = steps(state, batch)
+        jax.block_until_ready(jax.tree.leaves(state))
 
     return epoch
 

@@ -275,14 +275,19 @@ class _ToMesh:
     def __init__(self, mesh: Mesh, batch_axes: Axes, buckets: Iterable[Bucket] | None):
         self._mesh, self._batch_axes = mesh, batch_axes
         self._shard = local_rows(mesh, batch_axes=batch_axes)
+        self._known: dict[Bucket, tuple[Bucket, NamedSharding, RowShard]] = {}
         self._shapes = None
         if buckets is not None:
             self._shapes = {(x.batch_size, x.seq_len) for x in buckets}
 
     def __call__(self, batch: Batch) -> Batch:
-        bucket = self._global_bucket(batch.bucket)
-        sharding = batch_sharding(self._mesh, self._batch_axes, bucket=bucket)
-        shard = self._shard.of(bucket)
+        # Shardings of many devices take a while to compare.
+        local = batch.bucket
+        if local not in self._known:
+            bucket = self._global_bucket(local)
+            sharding = batch_sharding(self._mesh, self._batch_axes, bucket=bucket)
+            self._known[local] = bucket, sharding, self._shard.of(bucket)
+        bucket, sharding, shard = self._known[local]
         part_size = shard.part_size(bucket.batch_size)
         # The position of each part of the global batch in the local batch.
         slots = {part: slot for slot, part in enumerate(shard.parts)}
@@ -335,12 +340,8 @@ def _of_array(
     sharding: NamedSharding, shape: tuple[int, ...], bucket: Bucket
 ) -> NamedSharding:
     """Returns the sharding of an array, which is cut if it has an axis T."""
-    sizes = (
-        {bucket.seq_len}
-        if isinstance(bucket.seq_len, int)
-        else {*bucket.seq_len.values()}
-    )
-    if len(sharding.spec) < 2 or (len(shape) > 1 and shape[1] in sizes):
+    is_sequence = len(shape) > 1 and shape[1] in bucket.seq_lens
+    if len(sharding.spec) < 2 or is_sequence:
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -88,12 +88,10 @@ class RowShard:
 
     def can_cut(self, bucket: Bucket) -> int | None:
         """Returns how many devices share a row; None if B and T allow no number."""
-        sizes = bucket.seq_len.values() if isinstance(bucket.seq_len, Mapping) else ()
         for cut in self.cuts:
-            num_parts = self.num_parts // cut
-            if bucket.batch_size % num_parts == 0:
-                if not any(T % cut for T in sizes or (bucket.seq_len,)):
-                    return cut
+            is_whole = bucket.batch_size % (self.num_parts // cut) == 0
+            if is_whole and not any(seq_len % cut for seq_len in bucket.seq_lens):
+                return cut
         return None
 
     def cut(self, bucket: Bucket) -> int:

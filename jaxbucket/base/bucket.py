@@ -49,6 +49,12 @@ class Bucket:
             )
 
     @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """The T of each sequence, in alphabetical order; with one length, only T."""
+        size = self.seq_len
+        return (size,) if isinstance(size, int) else tuple(size.values())
+
+    @property
     def tokens_per_row(self) -> int:
         """T, or the sum of the T of several sequences."""
         return total(self.seq_len)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ def plan_packing(
     cost_fn: CostFn | None = None,
     block_sparse: bool = False,
     max_segments_per_row: int | None = None,
-    batch_size_multiple: int = 1,
+    batch_size_multiple: int | Callable[[Any], int] = 1,
     seq_len_multiple: int | Mapping[str, int] = 1,
     overlong: Overlong | Mapping[str, Overlong] = "error",
 ) -> PackedPlan:
@@ -95,7 +95,8 @@ def plan_packing(
         pairs of tokens, of all sequences, that are in the same example.
       max_segments_per_row: the maximum number of examples in a row; by default as many
         as fit.
-      batch_size_multiple: every B is a multiple of this number.
+      batch_size_multiple: every B is a multiple of this number, or of that which a
+        function returns for T.
       seq_len_multiple: every T is a multiple of this number, or of that of its
         sequence.
       overlong: what happens to examples longer than `max_seq_len`, as for

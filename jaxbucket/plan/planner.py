@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -38,7 +38,7 @@ def plan_buckets(
     *,
     max_tokens: Budget,
     num_buckets: int = 8,
-    batch_size_multiple: int = 1,
+    batch_size_multiple: int | Callable[[Any], int] = 1,
     seq_len_multiple: int | Mapping[str, int] = 1,
     max_seq_len: int | Mapping[str, int] | None = None,
     boundaries: Boundaries = "optimal",
@@ -85,7 +85,7 @@ def plan_buckets(
         sequence of lengths, one integer for each.
       num_buckets: the largest number of shapes. Each shape costs one compilation.
       batch_size_multiple: every B is a multiple of this number, for example of the
-        number of devices on the batch axes.
+        number of devices on the batch axes; or a function of T (see `device_limits`).
       seq_len_multiple: every T is a multiple of this number, for example of the tile
         size of the accelerator's matrix unit.
       max_seq_len: T of the last bucket, a multiple of `seq_len_multiple`. By default

@@ -99,7 +99,7 @@ class JitStep:
             with row_layout(layout):
                 return fn(*args)
 
-        of_layout.__name__ = self.__name__
+        of_layout.__name__ = fn.__name__
         self._jitted = jax.jit(
             of_layout,
             static_argnums=0,

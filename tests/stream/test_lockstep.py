@@ -6,10 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from stream_cases import (
+    LIKE,
     SOME_OPTIONS,
     Numbers,
     Threads,
     assert_same,
+    batches_of,
     drive,
     each_refuses,
     exhaustive,
@@ -279,3 +281,44 @@ def test_a_stream_is_not_resumed_by_another_number_of_processes():
         of_two.position(3).check_same(of_one.position(3))
     with pytest.raises(ValueError, match="processes 1 -> 2"):
         iter(of_two).set_state(iter(of_one).get_state())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"group": "mixed", "accumulate": 2}]
+)
+def test_devices_of_a_host_may_share_rows(options):
+    lengths = np.random.default_rng(3).integers(1, 65, 203)
+    # With eight devices, rows have one, two and four of them.
+    plan = jb.BucketPlan.from_shapes([(8, 16), (4, 32), (2, 64)])
+    threads = Threads(2)
+    hosts = [
+        iter(
+            batches_of(
+                stream(lengths[host::2], first=100 * host),
+                plan,
+                shard=jb.data.RowShard(
+                    range(4 * host, 4 * host + 4), 8, cuts=(1, 2, 4)
+                ),
+                processes=threads.of(host),
+                pool_size=32,
+                like=LIKE,
+                lengths=lengths,
+                **options,
+            )
+        )
+        for host, parts in enumerate([(0, 1, 2, 3), (4, 5, 6, 7)])
+    ]
+    steps = drive(hosts)
+    shapes = [[batch.bucket for step in host for batch in step] for host in steps]
+    assert shapes[0] == shapes[1]
+    assert set(shapes[0]) == {jb.Bucket(4, 16), jb.Bucket(2, 32), jb.Bucket(1, 64)}
+    for host, own in enumerate(steps):
+        size = len(lengths[host::2])
+        assert sorted(indices_of(own)) == list(range(100 * host, 100 * host + size))
+
+
+def test_hosts_with_streams_of_their_own_cannot_share_a_row():
+    plan = jb.BucketPlan.from_shapes([(8, 16), (1, 128)])
+    shard = jb.data.RowShard((0, 1, 2, 3), 8, cuts=(1, 2, 4, 8))
+    with pytest.raises(ValueError, match="`shard`"):
+        batches_of(stream([5] * 20), plan, shard=shard, pool_size=32, like=LIKE)
