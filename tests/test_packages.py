@@ -28,7 +28,7 @@ PACKAGES = {
     "train": (
         {
             *("sharding", "data", "schedule", "compile", "plan", "distributed"),
-            *("optim", "base"),
+            *("optim", "attention", "base"),
         },
         {"numpy", "jax", "flax", "optax", "orbax", "etils", "rich", "matplotlib"},
     ),
