@@ -98,10 +98,13 @@ def _of_device(
 def _divides(layout: RowLayout, shape: tuple[int, ...]) -> bool:
     """Returns whether arrays `[B, T, ...]` are divided as the rows of the batch.
 
-    A model may also attend to other arrays, such as a shorter latent sequence.
+    A model may also attend to other arrays, such as a shorter latent sequence, or
+    inside of a `jax.shard_map` of its own.
     """
     is_whole = shape[0] % layout.num_row_shards == 0
-    return is_whole and shape[1] % layout.num_cuts == 0
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    is_inside = not {*layout.rows, *layout.columns}.isdisjoint(manual)
+    return is_whole and shape[1] % layout.num_cuts == 0 and not is_inside
 
 
 def _check_heads(heads: int, cuts: int) -> None:

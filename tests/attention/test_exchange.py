@@ -93,6 +93,23 @@ def test_arrays_that_are_not_divided_as_the_batch():
         assert_close(results(jb.segment_attention, arrays), expected)
 
 
+def test_inside_of_a_shard_map_of_the_model():
+    arrays = (*heads(4, 4), IDS)
+    expected = results(jb.segment_attention, [*map(jnp.asarray, arrays)])
+    rows = PartitionSpec(CUTS[1][0])
+
+    def attend(*arrays):
+        return jax.shard_map(
+            jb.segment_attention,
+            mesh=jb.data_mesh(jax.devices()[:4], max_row_shards=4),
+            in_specs=rows,
+            out_specs=rows,
+            check_vma=False,
+        )(*arrays)
+
+    assert_close(on_devices(attend, 1, arrays), expected)
+
+
 def test_too_few_heads_are_refused():
     with pytest.raises(ValueError, match="`query` has 2 heads"):
         on_devices(jb.segment_attention, 4, (*heads(2, 2), IDS))

@@ -183,6 +183,7 @@ def programs(seq_len):
     return jb.compile_steps(step, state, specs, progress=False)
 
 
+@SLOW
 def test_a_cut_row_needs_no_more_memory_and_no_other_collectives():
     steps = programs(4096)
     temporary = {}
