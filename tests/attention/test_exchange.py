@@ -94,7 +94,8 @@ def test_arrays_that_are_not_divided_as_the_batch():
 
 
 def test_inside_of_a_shard_map_of_the_model():
-    arrays = (*heads(4, 4), IDS)
+    # So many rows that those of one device look like a batch.
+    arrays = [np.tile(x, (4,) + (1,) * (x.ndim - 1)) for x in (*heads(4, 4), IDS)]
     expected = results(jb.segment_attention, [*map(jnp.asarray, arrays)])
     rows = PartitionSpec(CUTS[1][0])
 
