@@ -75,10 +75,18 @@ def make_loss(attend, *, is_causal):
     return loss_fn
 
 
-def train(mesh, attend, *, is_causal=True, sharded=False, num_epochs=2):
+def make_schedule(*, packed):
+    if not packed:
+        return jb.BatchSchedule(PLAN, LENGTHS, seed=3)
+    limits = jb.plan.device_limits(8, 32, max_row_shards=8)
+    choice = jb.plan_packing(LENGTHS, pack="always", num_buckets=4, **limits)
+    return jb.BatchSchedule(choice.plan, LENGTHS, packing=choice.packing, seed=3)
+
+
+def train(mesh, attend, *, is_causal=True, packed=False, sharded=False, num_epochs=2):
     """Returns losses, gradient norms, parameters and the layouts of the batches."""
     tx = optax.adam(1e-2)
-    schedule = jb.BatchSchedule(PLAN, LENGTHS, seed=3)
+    schedule = make_schedule(packed=packed)
     batches = jb.MeshLoader(
         SOURCE, schedule, mesh, num_epochs=num_epochs, sequences=["tokens"]
     )
@@ -118,8 +126,8 @@ def addresses(params):
 
 
 @functools.cache
-def on_one_device(*, is_causal):
-    return train(jb.data_mesh(jax.devices()[:1]), with_mask, is_causal=is_causal)
+def on_one_device(**options):
+    return train(jb.data_mesh(jax.devices()[:1]), with_mask, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -138,20 +146,25 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "sharded"),
+    ("is_causal", "packed", "sharded"),
     [
-        (True, False),
-        (False, True),
-        pytest.param(True, True, marks=pytest.mark.exhaustive),
+        (False, False, True),
+        pytest.param(True, False, False, marks=SLOW),
+        pytest.param(True, True, True, marks=SLOW),
+        pytest.param(False, True, False, marks=SLOW),
     ],
 )
-def test_steps_equal_those_of_one_device(is_causal, sharded):
+def test_steps_equal_those_of_one_device(is_causal, packed, sharded):
     mesh = jb.data_mesh(max_row_shards=8)
+    options = {"is_causal": is_causal, "packed": packed}
     result, params, layouts = train(
-        mesh, jb.segment_attention, is_causal=is_causal, sharded=sharded
+        mesh, jb.segment_attention, sharded=sharded, **options
     )
-    assert layouts == LAYOUTS
-    expected, expected_params, _ = on_one_device(is_causal=is_causal)
+    if packed:
+        assert any(len(spec) == 2 for spec in layouts.values())
+    else:
+        assert layouts == LAYOUTS
+    expected, expected_params, _ = on_one_device(**options)
     np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
     for name, value in expected_params.items():
         np.testing.assert_allclose(params[name], value, rtol=1e-9, atol=1e-11)
