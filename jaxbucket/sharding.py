@@ -189,6 +189,7 @@ def local_rows(mesh: Mesh, *, batch_axes: Axes = None) -> RowShard:
     Raises:
       ValueError: if the mesh lacks one of the axes, or has no device of this process.
     """
+    check_mesh(mesh)
     return rows_of_devices(mesh, mesh.local_devices, batch_axes)
 
 
