@@ -8,7 +8,6 @@ rows cut into equal parts over the last batch axes, the *row axes*.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +107,7 @@ def batch_sharding(
     names = rows + columns
     cut = 1
     if bucket is not None:
-        cut = rows_of_devices(mesh, mesh.devices.flat, batch_axes).cut(bucket)
+        cut = _shard_of(mesh, batch_axes, (0,)).cut(bucket)
     first = len(names)
     while cut > 1:
         first -= 1
@@ -141,6 +140,11 @@ def _divided_axes(
             if name.startswith(_ROW_AXIS) and name[len(_ROW_AXIS) :].isdigit()
         )
     elif isinstance(batch_axes, PartitionSpec):
+        if len(batch_axes) > 2:
+            raise ValueError(
+                f"`batch_axes={batch_axes}` has more entries than one for rows and one "
+                "for row axes. Pass `PartitionSpec(rows, (row_axis, row_axis))`."
+            )
         rows, columns = (*batch_axes, None, None)[:2]
     else:
         rows = batch_axes
@@ -197,7 +201,6 @@ def rows_of_devices(
     mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = None
 ) -> RowShard:
     """Returns the rows of every global batch that some devices of the mesh hold."""
-    _, columns = _divided_axes(mesh, batch_axes)
     names = axis_names(mesh, batch_axes)
     num_parts = math.prod(mesh.shape[name] for name in names)
     # In an array with one row per part, the row of a device is the index of its part.
@@ -209,8 +212,15 @@ def rows_of_devices(
             "No device of the mesh belongs to this process. Build the mesh from "
             "`jax.devices()`, the devices of all processes."
         )
+    return _shard_of(mesh, batch_axes, tuple(sorted(parts)))
+
+
+def _shard_of(mesh: Mesh, batch_axes: Axes, parts: tuple[int, ...]) -> RowShard:
+    """Returns some of the parts of the rows that a mesh shards."""
+    rows, columns = _divided_axes(mesh, batch_axes)
+    num_parts = math.prod(mesh.shape[name] for name in rows + columns)
     cuts = cuts_of([mesh.shape[name] for name in columns])
-    return RowShard(tuple(sorted(parts)), num_parts, names, cuts)
+    return RowShard(parts, num_parts, rows + columns, cuts)
 
 
 def prefetch_to_mesh(
@@ -276,19 +286,28 @@ class _ToMesh:
     def __init__(self, mesh: Mesh, batch_axes: Axes, buckets: Iterable[Bucket] | None):
         self._mesh, self._batch_axes = mesh, batch_axes
         self._shard = local_rows(mesh, batch_axes=batch_axes)
-        self._known: dict[Bucket, tuple[Bucket, NamedSharding, RowShard]] = {}
-        self._shapes = None
-        if buckets is not None:
-            self._shapes = {(x.batch_size, x.seq_len) for x in buckets}
+        # The bucket of a global batch, by the bucket of its rows in this process.
+        self._known: dict[Bucket, Bucket] = {}
+        for bucket in buckets or ():
+            num_rows = len(self._shard.of(bucket).rows(bucket.batch_size))
+            local = Bucket(num_rows, bucket.seq_len)
+            bucket = Bucket(bucket.batch_size, bucket.seq_len)
+            if self._known.setdefault(local, bucket) != bucket:
+                raise ValueError(
+                    f"`buckets` has {self._known[local]} and {bucket}, which have "
+                    f"equally many rows in this process. Choose one B for "
+                    f"T = {bucket.seq_len}, or let only the devices of a process share "
+                    "a row: `data_mesh(max_row_shards=)`."
+                )
+        self._is_complete = buckets is not None
 
     def __call__(self, batch: Batch) -> Batch:
-        # Shardings of many devices take a while to compare.
         local = batch.bucket
         if local not in self._known:
-            bucket = self._global_bucket(local)
-            sharding = batch_sharding(self._mesh, self._batch_axes, bucket=bucket)
-            self._known[local] = bucket, sharding, self._shard.of(bucket)
-        bucket, sharding, shard = self._known[local]
+            self._known[local] = self._global_bucket(local)
+        bucket = self._known[local]
+        sharding = batch_sharding(self._mesh, self._batch_axes, bucket=bucket)
+        shard = self._shard.of(bucket)
         part_size = shard.part_size(bucket.batch_size)
         # The position of each part of the global batch in the local batch.
         slots = {part: slot for slot, part in enumerate(shard.parts)}
@@ -314,25 +333,20 @@ class _ToMesh:
     def _global_bucket(self, local: Bucket) -> Bucket:
         """Returns the bucket of the global batch of which a batch has some rows."""
         found = []
-        for cut in self._shard.cuts:
-            num_parts = self._shard.num_parts // cut
+        for cut in () if self._is_complete else self._shard.cuts:
             parts = {part // cut for part in self._shard.parts}
-            if local.batch_size % len(parts):
-                continue
-            batch_size = local.batch_size // len(parts) * num_parts
-            bucket = dataclasses.replace(local, batch_size=batch_size)
-            shape = batch_size, bucket.seq_len
-            if self._shapes is None or shape in self._shapes:
-                if self._shard.can_cut(bucket) == cut:
-                    found.append(bucket)
+            rows, rest = divmod(local.batch_size, len(parts))
+            num_rows = rows * (self._shard.num_parts // cut)
+            bucket = Bucket(num_rows or 1, local.seq_len)
+            if not rest and self._shard.can_cut(bucket) == cut:
+                found.append(bucket)
         if len(found) != 1:
-            candidates = f", which may belong to {found}" if found else ""
+            candidates = f" It may belong to {found}." if found else ""
             raise ValueError(
-                f"A local batch has {local.batch_size} rows of {local.seq_len} "
-                f"positions{candidates}. This process has parts {self._shard.parts} "
-                f"of {self._shard.num_parts}. Load the rows of "
-                "`jb.sharding.local_rows(mesh)`, and pass `buckets=plan.buckets` if "
-                "processes share rows."
+                f"A local batch has the shape {local}, and this process parts "
+                f"{self._shard.parts} of {self._shard.num_parts}.{candidates} Load the "
+                "rows of `jb.sharding.local_rows(mesh)`, and pass "
+                "`buckets=plan.buckets` if processes share rows."
             )
         return found[0]
 

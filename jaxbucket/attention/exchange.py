@@ -41,7 +41,9 @@ def exchange_heads(attend: Attend) -> Attend:
     Args:
       attend: `(query, key, value, segment_ids) -> output`, with arrays `[b, T, n, H]`,
         `[b, T, k, H]`, `[b, T, k, H]` and `[b, T]`, and an output `[b, T, n, H]`. It
-        may use other arrays, which must be equal on all devices.
+        may use other arrays, which must be equal on all devices and the same for all
+        heads: it does not know which heads it is given. Neither does a random key, so
+        that dropout would repeat its mask for every share of the heads.
 
     Returns:
       A function of the same arrays for the whole batch, `[B, T, N, H]`,
@@ -102,8 +104,7 @@ def _divides(layout: RowLayout, shape: tuple[int, ...]) -> bool:
     inside of a `jax.shard_map` of its own.
     """
     is_whole = shape[0] % layout.num_row_shards == 0
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    is_inside = not {*layout.rows, *layout.columns}.isdisjoint(manual)
+    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return is_whole and shape[1] % layout.num_cuts == 0 and not is_inside
 
 

@@ -6,10 +6,8 @@ equal parts, its columns, over further axes.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import math
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -45,24 +43,19 @@ class RowLayout(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in self.columns)
 
 
-_current: contextvars.ContextVar[RowLayout | None] = contextvars.ContextVar(
-    "row_layout", default=None
-)
+# Part of the key of jax's caches, so that a function that is traced again in another
+# layout, such as `jax.checkpoint` of a block, is not taken from a cache.
+_current = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def row_layout(layout: RowLayout | None) -> Iterator[None]:
+def row_layout(layout: RowLayout | None) -> AbstractContextManager[None]:
     """Makes a layout the current one while a step is traced."""
-    token = _current.set(layout)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return _current(layout)
 
 
 def current_layout() -> RowLayout | None:
     """Returns the layout of the batch of the step that is traced, if it is known."""
-    return _current.get()
+    return _current.value
 
 
 def explicit_layout(x: jax.Array) -> RowLayout | None:
@@ -74,21 +67,22 @@ def explicit_layout(x: jax.Array) -> RowLayout | None:
     return RowLayout(sharding.mesh, *axes)
 
 
-def layout_of(batch: Any, mesh: Mesh) -> RowLayout | None:
-    """Returns the layout of a batch, or of its specification, on a mesh.
+def layout_of(batch: Any) -> RowLayout | None:
+    """Returns the layout of a batch on a mesh, or of its specification.
 
-    It is None if a single device has all rows, or if the batch is not on the mesh.
+    It is None if a single device has all rows, or if the batch is not on a mesh, as
+    inside of a `jax.jit`.
     """
-    if not isinstance(batch, Batch) or mesh.size == 1:
+    if not isinstance(batch, Batch):
         return None
     leaf = next(iter(batch.segment_ids.values()))
     sharding = None
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
     rows, columns = (*sharding.spec, None, None)[:2]
-    return RowLayout(mesh, _names(rows), _names(columns))
+    return RowLayout(sharding.mesh, _names(rows), _names(columns))
 
 
 def _names(axes: Any) -> tuple[str, ...]:

@@ -110,8 +110,8 @@ class RowShard:
         raise ValueError(
             f"{bucket} cannot be divided over {self.num_parts} devices along the mesh "
             f"axes {self.axes}, of which up to {self.cuts[-1]} may share a row. Plan "
-            "with a larger `batch_size_multiple`, or with a `seq_len_multiple` of "
-            f"{self.cuts[-1]}."
+            "with a larger `batch_size_multiple` or with a `seq_len_multiple` of "
+            f"{self.cuts[-1]}, or let more share a row: `data_mesh(max_row_shards=)`."
         )
 
     def of(self, bucket: Bucket) -> RowShard:

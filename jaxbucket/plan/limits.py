@@ -275,11 +275,12 @@ class Limits:
             return np.array(value, np.int64)
         if not callable(value):
             return np.full(len(seq_lens), value, np.int64)
-        checked = (
-            check_positive(f"{name}({size!r})", value(size))
-            for size in self.named(seq_lens)
-        )
-        return np.fromiter(checked, np.int64, len(seq_lens))
+        numbers = []
+        for size in self.named(seq_lens):
+            with Noting(f"This is `{name}({size!r})`."):
+                number = value(size)
+            numbers.append(check_positive(f"{name}({size!r})", number))
+        return np.array(numbers, np.int64)
 
     def named(self, seq_lens: np.ndarray) -> list[Any]:
         """Returns the `[n, Q]` T of shapes as users see them: integers, or `Sizes`."""
@@ -388,6 +389,11 @@ class Limits:
             return batch_sizes
         bad = int(np.argmin(batch_sizes))
         least = int(self.least_batch_sizes(seq_lens)[bad])
+        if self.max_batch_size is not None and self.max_batch_size < least:
+            raise ValueError(
+                f"`max_batch_size={self.max_batch_size}` is less than {least}, the "
+                f"smallest B of `seq_len={self.named(seq_lens)[bad]!r}`. Raise it."
+            )
         budget, needed = self.max_tokens, least * int(_totals(seq_lens).max())
         if isinstance(budget, Mapping):
             most = np.maximum(self._each(budget), least * seq_lens.max(axis=0))

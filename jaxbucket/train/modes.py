@@ -7,7 +7,9 @@ other modes it is given the rows of one device, and results are added up explici
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.attention.row_layout import RowLayout, layout_of, row_layout
+from jaxbucket.attention.row_layout import layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
 from jaxbucket.sharding import Axes, axis_names
@@ -66,19 +68,17 @@ def jit_step(
     """
     if mode == "pmap":
         return PmapStep(fn, mesh, donate)
-    return JitStep(fn, mesh, mode, donate, out_shardings)
+    return JitStep(fn, mode, donate, out_shardings)
 
 
 class JitStep:
     """Runs `fn(*replicated, batch)`, which knows how rows are divided over devices.
 
-    The layout of a batch cannot be seen while a function is traced, so it is a static
-    argument of the program. This object can be called, traced and lowered like the
-    result of `jax.jit`.
+    The layout of a batch cannot be seen while a function is traced, so it is read from
+    the arguments of a call. This object can be used like the result of `jax.jit`.
 
     Args:
       fn: the function.
-      mesh: the mesh on which batches are sharded.
       mode: "jit" or "shard_map".
       donate: the indices of the arguments that are donated.
       out_shardings: the shardings of the results.
@@ -87,56 +87,51 @@ class JitStep:
     def __init__(
         self,
         fn: Callable[..., Any],
-        mesh: Mesh,
         mode: Mode,
         donate: tuple[int, ...],
         out_shardings: Any,
     ):
         functools.update_wrapper(self, fn)
-        self._mesh, self._mode = mesh, mode
+        self._mode, self._signature = mode, inspect.signature(fn)
+        self._jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
 
-        def of_layout(layout: RowLayout | None, *args: Any) -> Any:
-            with row_layout(layout):
-                return fn(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._layout(*args, **kwargs):
+            return self._jitted(*args, **kwargs)
 
-        of_layout.__name__ = fn.__name__
-        self._jitted = jax.jit(
-            of_layout,
-            static_argnums=0,
-            donate_argnums=tuple(index + 1 for index in donate),
-            out_shardings=out_shardings,
-        )
-
-    def __call__(self, *args: Any) -> Any:
-        return self._jitted(self._layout(*args), *args)
-
-    def trace(self, *args: Any) -> jax.stages.Traced:
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the step for arguments of these shapes."""
-        return self._jitted.trace(self._layout(*args), *args)
+        with self._layout(*args, **kwargs):
+            return self._jitted.trace(*args, **kwargs)
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step for arguments of these shapes."""
-        return self._jitted.lower(self._layout(*args), *args)
+        with self._layout(*args, **kwargs):
+            return self._jitted.lower(*args, **kwargs)
 
-    def _layout(self, *args: Any) -> RowLayout | None:
-        *states, batch = args
-        layout = layout_of(batch, self._mesh)
-        if self._mode == "jit" or layout is None:
-            return layout
-        check_whole_rows(layout, self._mode)
-        _check_not_gathered(states, layout)
-        return None
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the shapes and dtypes of the results."""
+        return self._jitted.eval_shape(*args, **kwargs)
+
+    def _layout(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        *states, batch = self._signature.bind(*args, **kwargs).args
+        layout = layout_of(batch)
+        if self._mode != "jit" and layout is not None:
+            check_whole_rows(layout, self._mode)
+            check_not_gathered("The state", states, layout.rows)
+            layout = None
+        return row_layout(layout)
 
 
-def _check_not_gathered(states: Any, layout: RowLayout) -> None:
+def check_not_gathered(name: str, states: Any, axes: tuple[str, ...]) -> None:
     """Raises a ValueError if a state is sharded over the devices of different rows."""
     for path, leaf in jax.tree.leaves_with_path(states):
-        sharding = getattr(leaf, "sharding", None)
+        sharding = getattr(leaf, "sharding", leaf)
         if isinstance(sharding, NamedSharding):
-            shared = {*jax.tree.leaves(tuple(sharding.spec))} & {*layout.rows}
+            shared = {*jax.tree.leaves(tuple(sharding.spec))} & {*axes}
             if shared:
                 raise ValueError(
-                    f"The state{jax.tree_util.keystr(path[1:])} is sharded over "
+                    f"{name}{jax.tree_util.keystr(path[1:])} is sharded over "
                     f"{sorted(shared)}, axes that shard batches. `mode='shard_map'` "
                     "would gather the whole state on every device. Use 'jit'."
                 )

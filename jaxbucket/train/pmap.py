@@ -67,7 +67,6 @@ class PmapStep:
         self, fn: Callable[..., Any], mesh: Mesh, donate: tuple[int, ...] = ()
     ):
         functools.update_wrapper(self, fn)
-        self._mesh = mesh
         num_replicated = len(inspect.signature(fn).parameters) - 1
         # `jax.pmap` itself would return arrays of this process only.
         self._mapped = jax.pmap(
@@ -93,7 +92,7 @@ class PmapStep:
     def lower(self, *args: Any) -> PmapStages:
         """Traces the step for arguments of these shapes."""
         *replicated, batch = args
-        check_whole_rows(layout_of(batch, self._mesh), "pmap")
+        check_whole_rows(layout_of(batch), "pmap")
         with_axis = jax.eval_shape(self._put_axis, batch)
         # With several processes, pmap would turn a `ShapeDtypeStruct` into an array. It
         # leaves a `ShapedArray` unchanged.

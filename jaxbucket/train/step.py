@@ -15,7 +15,13 @@ from jaxbucket.sharding import Axes
 from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
-from jaxbucket.train.modes import Mode, checked_axes, jit_step, sum_over_batch
+from jaxbucket.train.modes import (
+    Mode,
+    check_not_gathered,
+    checked_axes,
+    jit_step,
+    sum_over_batch,
+)
 from jaxbucket.train.state import TrainState, check_optimizer, checked_state
 from jaxbucket.train.update import updater
 from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
@@ -106,10 +112,12 @@ def make_train_step(
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(
             "`state_sharding` is not supported by `mode='pmap'`, under which every "
-            "device holds the whole state. Use 'jit' or 'shard_map' to shard it."
+            "device holds the whole state. Use 'jit' to shard it."
         )
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = checked_axes(mesh, mode, batch_axes)
+    if mode == "shard_map":
+        check_not_gathered("`state_sharding`", [state_sharding], axes)
     local_sums = gradient_sums(loss_fn, updates_variables=mode == "jit")
     global_sums = sum_over_batch(local_sums, mesh, mode, axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)

@@ -83,8 +83,8 @@ class StepSizes:
         knots = _knots(
             largest if sample else first, max(first, largest), common, number
         )
-        if least < knots[0]:
-            knots = np.append(least, knots)
+        # Shapes with other multiples may have a smaller or a larger number of rows.
+        knots = np.unique([*knots, least, largest]) if not sample else knots
         low = most if sample else smallest
         rows = np.clip(knots, low[:, None], most[:, None])
         shapes = np.repeat(np.arange(len(most)), len(knots))
