@@ -95,8 +95,39 @@ def test_shares_of_tokens():
             ),
             "max_tokens",
         ),
+        (
+            lambda: jb.plan.Limits(
+                max_tokens=10**6, batch_size_multiple=lambda _: 8, max_batch_size=4
+            ).plan([100]),
+            "max_batch_size",
+        ),
     ],
 )
 def test_refusals(call, name):
     with pytest.raises(ValueError, match=f"`{name}"):
         call()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_multiples_of_batch_sizes(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 150, int(rng.integers(1, 200)))
+    numbers = rng.integers(1, 9, 4).tolist()
+
+    def multiple(seq_len):
+        return numbers[seq_len % 4]
+
+    options = {
+        "max_tokens": int(rng.integers(2000, 9000)),
+        "batch_size_multiple": multiple,
+        "cost_fn": power if seed % 2 else None,
+        "accumulate": 1 + seed % 3,
+    }
+    plan = jb.plan_buckets(lengths, num_buckets=int(rng.integers(1, 7)), **options)
+    for bucket in plan.buckets:
+        assert bucket.batch_size % multiple(bucket.seq_len) == 0
+        assert bucket.num_tokens <= options["max_tokens"]
+    schedule = jb.BatchSchedule(plan, lengths, accumulate=options["accumulate"])
+    rows = [x.rows for i in range(len(schedule)) for x in schedule.micro_batches(i)]
+    examples = np.concatenate(rows)
+    assert sorted(examples[examples >= 0]) == list(range(len(lengths)))

@@ -343,17 +343,8 @@ def test_a_step_accepts_models_of_different_shapes():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("mode", "ahead"),
-    [
-        ("shard_map", False),
-        *(
-            pytest.param(*case, marks=EXHAUSTIVE)
-            for case in (("jit", False), ("jit", True), ("shard_map", True))
-        ),
-    ],
-)
-def test_a_sharded_state_keeps_its_sharding_and_sums_are_donated(mode, ahead):
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=EXHAUSTIVE)])
+def test_a_sharded_state_keeps_its_sharding_and_sums_are_donated(ahead):
     mesh = jb.data_mesh(jax.devices()[:2])
     tx = optax.sgd(0.1, momentum=0.9)
     whole = jb.create_state(make_params(), tx)
@@ -361,9 +352,9 @@ def test_a_sharded_state_keeps_its_sharding_and_sums_are_donated(mode, ahead):
     replicated = NamedSharding(mesh, PartitionSpec())
     shardings = jax.tree.map(lambda x: rows if x.ndim == 2 else replicated, whole)
     step = jb.make_train_step(
-        with_dropout, tx, mesh, accumulate=True, mode=mode, state_sharding=shardings
+        with_dropout, tx, mesh, accumulate=True, state_sharding=shardings
     )
-    plain = jb.make_train_step(with_dropout, tx, mesh, accumulate=True, mode=mode)
+    plain = jb.make_train_step(with_dropout, tx, mesh, accumulate=True)
     state, want = jax.device_put(whole, shardings), jb.sharding.replicate(whole, mesh)
     received, add = [], step.add
 

@@ -219,6 +219,44 @@ def test_a_cut_row_needs_no_more_memory_and_no_other_collectives():
     assert temporary[1] <= 1.1 * temporary[8]
 
 
+@SLOW
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_blocks_that_jax_has_traced_before_exchange_heads(wrap, accumulate):
+    mesh, tx = jb.data_mesh(max_row_shards=8), optax.sgd(0.1)
+    attend = wrap(functools.partial(jb.segment_attention, is_causal=True))
+
+    def block(*heads, is_causal):
+        return attend(*heads)
+
+    step = jb.make_train_step(
+        make_loss(block, is_causal=True), tx, mesh, accumulate=accumulate
+    )
+    state = jb.create_state(make_params(), tx, mesh)
+    plan = jb.BucketPlan.from_shapes([(1, 128)])
+    specs = jb.sharding.batch_specs(plan, SOURCE[0], mesh, sequences=["tokens"])
+    # Traced without a layout first.
+    jax.eval_shape(attend, *[jnp.ones((1, 128, 8, 4))] * 3, jnp.ones((1, 128), int))
+    steps = jb.compile_steps(step, state, specs, progress=False)
+    counts, _ = collectives(steps[plan.buckets[0]].as_text())
+    assert counts["all-to-all"] >= 8
+    assert counts["all-gather"] == 1
+
+
+def test_steps_are_called_like_jitted_functions():
+    mesh, tx = jb.data_mesh(max_row_shards=8), optax.sgd(0.1)
+    loss_fn = make_loss(jb.segment_attention, is_causal=True)
+    step = jb.make_train_step(loss_fn, tx, mesh)
+    state = jb.create_state(make_params(), tx, mesh)
+    specs = jb.sharding.batch_specs(PLAN, SOURCE[0], mesh, sequences=["tokens"])
+    batch = specs[PLAN.buckets[0]]
+    shapes = step.eval_shape(state, batch)
+    assert shapes == step.eval_shape(state=state, batch=batch)
+    assert step.lower(state, batch=batch).as_text().count("all_to_all") == 0
+    with pytest.raises(TypeError, match="batch"):
+        step(state)
+
+
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_other_modes_refuse_rows_that_devices_share(mode):
     mesh, tx = jb.data_mesh(max_row_shards=8), optax.sgd(0.1)
@@ -244,6 +282,8 @@ def test_shard_map_refuses_a_state_that_it_would_gather():
     step = jb.make_train_step(loss_fn, tx, mesh, mode="shard_map")
     with pytest.raises(ValueError, match=r"state.*words"):
         step.lower(state, specs[PLAN.buckets[0]])
+    with pytest.raises(ValueError, match="`state_sharding`"):
+        jb.make_train_step(loss_fn, tx, mesh, mode="shard_map", state_sharding=sharded)
 
 
 SCRIPT = f"""
