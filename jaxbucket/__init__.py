@@ -15,6 +15,7 @@ from jaxbucket import optim as optim
 from jaxbucket import packing as packing
 from jaxbucket import plan as plan
 from jaxbucket import schedule as schedule
+from jaxbucket import sharding as sharding
 from jaxbucket import sort as sort
 from jaxbucket import stream as stream
 from jaxbucket import testing as testing
@@ -23,7 +24,6 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 from jaxbucket.base.version import __version__ as __version__
 
 with _lazy_names(globals()):
-    from jaxbucket import sharding as sharding
     from jaxbucket.attention.segment import segment_attention as segment_attention
     from jaxbucket.attention.targets import next_tokens as next_tokens
     from jaxbucket.base.batch import Batch as Batch
@@ -44,7 +44,7 @@ with _lazy_names(globals()):
     from jaxbucket.schedule.curriculum import Curriculum as Curriculum
     from jaxbucket.schedule.joined_schedule import JoinedSchedule as JoinedSchedule
     from jaxbucket.schedule.mixture import Mixture as Mixture
-    from jaxbucket.sharding import data_mesh as data_mesh
+    from jaxbucket.sharding.mesh import data_mesh as data_mesh
     from jaxbucket.stream.dataset import stream_batches as stream_batches
     from jaxbucket.train.checkpoint import Checkpoints as Checkpoints
     from jaxbucket.train.loader import MeshLoader as MeshLoader

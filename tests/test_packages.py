@@ -175,7 +175,7 @@ def test_grain_and_jax_are_not_imported_together():
             assert not {"grain", "jax"} <= libraries(module), module
     for package in ("data.pipeline", "data.workers", "stream.dataset"):
         assert "grain" in libraries(f"jaxbucket.{package}")
-    for package in ("cli", "train.step", "sharding", "sort.sorting"):
+    for package in ("cli", "train.step", "sharding.mesh", "sort.sorting"):
         assert "jax" in libraries(f"jaxbucket.{package}")
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxbucket as jb
-from jaxbucket.sharding import batch_sharding, rows_of_devices
+from jaxbucket.sharding.mesh import batch_sharding, rows_of_devices
 
 # (shape of the mesh, axis names, batch axes)
 LAYOUTS = {

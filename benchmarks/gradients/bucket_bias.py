@@ -23,7 +23,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_function, check_integer, check_seed
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.steps import compile_steps
-from jaxbucket.sharding import prefetch_to_mesh
+from jaxbucket.sharding.global_batch import prefetch_to_mesh
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics
 from jaxbucket.train.modes import sum_over_batch

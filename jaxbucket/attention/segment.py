@@ -51,8 +51,8 @@ def segment_attention(
       implementation: "blockwise" for plain jax, which runs on any platform and mesh,
         but inside a `jax.shard_map` only with `check_vma=False`; "splash" for jax's TPU
         kernel, which the compiler cannot partition. By default, the kernel is used on a
-        single TPU, and on TPUs inside a `jax.shard_map` with `check_vma=False`;
-        "blockwise" is used elsewhere.
+        single TPU, on several in the steps of this library (see `exchange_heads`), and
+        inside a `jax.shard_map` with `check_vma=False`; "blockwise" is used elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.

@@ -19,6 +19,7 @@ from jaxbucket.base.checks import (
     check_lengths,
     check_longest,
     check_positive,
+    check_type,
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import TRUNCATING, Overlong, checked_overlong
@@ -100,6 +101,7 @@ class BucketPlan:
         self._set("buckets", tuple(self.buckets))
         multiple = check_positive("batch_size_multiple", self.batch_size_multiple)
         self._set("batch_size_multiple", multiple)
+        check_type("packed", self.packed, bool, "Pass True or False.")
         self._check_shapes()
         names, others = self.sequences, "the first bucket has"
         for name in ("max_tokens", "seq_len_multiple"):

@@ -10,8 +10,8 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.base.batch import Batch as Batch
-    from jaxbucket.base.batch import RowShard as RowShard
     from jaxbucket.base.position import DataPosition as DataPosition
+    from jaxbucket.base.row_shard import RowShard as RowShard
     from jaxbucket.data.collate import collate_rows as collate_rows
     from jaxbucket.data.measure import measure_difficulty as measure_difficulty
     from jaxbucket.data.measure import measure_lengths as measure_lengths

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxbucket.base.batch import Batch, RowShard
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.digest import digest
 from jaxbucket.base.notes import Noting
+from jaxbucket.base.row_shard import RowShard
 from jaxbucket.data.example import Example
 from jaxbucket.data.reader import BatchReader, FeatureTemplate
 from jaxbucket.data.source import Source

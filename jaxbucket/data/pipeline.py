@@ -13,12 +13,13 @@ from typing import Any, TypeAlias, cast, overload
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import Batch, RowShard, checked_shard
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
+from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.data.example import Sequences, Transform, copy_features
 from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
 from jaxbucket.data.reader import BatchReader, FeatureTemplate

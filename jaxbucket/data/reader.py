@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices, RowShard
+from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_function
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, check_pad_value
+from jaxbucket.base.row_shard import RowShard
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import (
     Example,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.batch import cuts_of, prime_factors
 from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.row_shard import cuts_of, prime_factors
 
 
 def device_limits(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxbucket.base.batch import EMPTY_ROW, RowShard, checked_shard
+from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_integer
+from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.schedule.base import Schedule
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import Batch, RowShard, checked_shard
+from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.policies import Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
+from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, copy_features
 from jaxbucket.data.example_spec import check_not_nested

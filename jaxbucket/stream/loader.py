@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias
 import grain
 import numpy as np
 
-from jaxbucket.base.batch import RowShard, checked_shard
 from jaxbucket.base.checks import check_function, with_article
 from jaxbucket.base.notes import Noting
+from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.data.example import Example
 
 ToExample: TypeAlias = Callable[[Any], Example | Iterable[Example]]
@@ -62,7 +62,7 @@ def from_loader(
       ...     return {"tokens": pair[0], "label": pair[1]}
       >>> [example["tokens"] for example in from_loader(pairs, to_example)]
       [[7, 3, 5], [2], [1, 1]]
-      >>> shard = jb.base.batch.RowShard((1,), num_parts=2)  # `local_rows(mesh)`
+      >>> shard = jb.data.RowShard((1,), num_parts=2)  # `local_rows(mesh)`
       >>> [x["tokens"] for x in from_loader(pairs, to_example, shard=shard)]
       [[2]]
 

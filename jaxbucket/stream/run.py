@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.batch import RowShard
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import (
@@ -30,6 +29,7 @@ from jaxbucket.base.permutation import fold
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
+from jaxbucket.base.row_shard import RowShard
 from jaxbucket.base.sizes import Lengths
 from jaxbucket.plan.flow.dominance import fits
 from jaxbucket.plan.reports.epoch import row_lengths

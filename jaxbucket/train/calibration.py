@@ -34,12 +34,8 @@ from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.limits import Limits
-from jaxbucket.sharding import (
-    Axes,
-    batch_specs,
-    local_rows,
-    prefetch_to_mesh,
-)
+from jaxbucket.sharding.global_batch import batch_specs, prefetch_to_mesh
+from jaxbucket.sharding.mesh import Axes, local_rows
 
 # The percentile of lengths that approximates the shortest bucket of a plan.
 _SHORT_PERCENTILE = 5

@@ -10,7 +10,7 @@ from flax import linen
 from flax.core import meta, unfreeze
 from jax.sharding import Mesh
 
-from jaxbucket.sharding import replicate
+from jaxbucket.sharding.mesh import replicate
 
 
 def init_linen(

@@ -22,12 +22,8 @@ from jaxbucket.data.pipeline import BatchDataset, batch_dataset
 from jaxbucket.data.source import Source
 from jaxbucket.data.workers import load_in_workers
 from jaxbucket.schedule.base import Schedule
-from jaxbucket.sharding import (
-    Axes,
-    batch_specs,
-    local_rows,
-    prefetch_to_mesh,
-)
+from jaxbucket.sharding.global_batch import batch_specs, prefetch_to_mesh
+from jaxbucket.sharding.mesh import Axes, local_rows
 
 
 class MeshLoader:

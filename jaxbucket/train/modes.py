@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket.attention.row_layout import layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
-from jaxbucket.sharding import Axes, axis_names
+from jaxbucket.sharding.mesh import Axes, axis_names
 from jaxbucket.train.pmap import (
     DEVICES,
     PmapStep,

@@ -18,7 +18,8 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import unbatch
-from jaxbucket.sharding import Axes, prefetch
+from jaxbucket.sharding.global_batch import prefetch
+from jaxbucket.sharding.mesh import Axes
 from jaxbucket.train.modes import Mode, checked_axes, jit_step, over_rows
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import EVALUATION_REMEDY, call_model

@@ -16,7 +16,7 @@ from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh
 
-from jaxbucket.sharding import check_mesh, replicate
+from jaxbucket.sharding.mesh import check_mesh, replicate
 from jaxbucket.train.linen_variables import init_linen
 
 _PARAMETERS = (jax.Array, np.ndarray, np.number, float, int, nnx.Param)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.checks import check_function, check_seed
-from jaxbucket.sharding import Axes
+from jaxbucket.sharding.mesh import Axes
 from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics

@@ -132,6 +132,7 @@ PAIR = {"a": 9, "b": 9}
         ({"seq_len_multiple": 256}, "seq_len_multiple"),
         ({"overlong": "cut"}, "overlong"),
         ({"overlong": dict.fromkeys(PAIR, "drop")}, "overlong"),
+        ({"packed": "no"}, "packed"),
     ],
 )
 def test_an_invalid_plan_is_refused(changes, name):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.base.batch import RowShard, cuts_of, prime_factors
+from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(6, 1.4, 4000), 16_383)
 

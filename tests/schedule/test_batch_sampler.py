@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.base.batch import RowShard
+from jaxbucket.base.row_shard import RowShard
 
 LENGTHS = np.random.default_rng(0).integers(1, 30, 200)
 

@@ -14,7 +14,7 @@ import pytest
 from stream_cases import through_json
 
 import jaxbucket as jb
-from jaxbucket.base.batch import RowShard
+from jaxbucket.base.row_shard import RowShard
 
 # The other libraries cause these.
 pytestmark = [

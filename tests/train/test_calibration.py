@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxbucket as jb
-from jaxbucket.sharding import batch_sharding
+from jaxbucket.sharding.mesh import batch_sharding
 
 EXAMPLE = {"tokens": np.array([3, 1, 4], np.int32), "label": np.float32(2)}
 SHAPES = [jb.Bucket(16, 8), jb.Bucket(8, 16), jb.Bucket(8, 8)]

@@ -257,6 +257,17 @@ def test_steps_are_called_like_jitted_functions():
         step(state)
 
 
+def test_a_batch_of_another_mesh_of_the_same_devices_exchanges_heads_too():
+    tx = optax.sgd(0.1)
+    loss_fn = make_loss(jb.segment_attention, is_causal=True)
+    step = jb.make_train_step(loss_fn, tx, jb.data_mesh())
+    state = jb.create_state(make_params(), tx, jb.data_mesh())
+    mesh = jb.data_mesh(max_row_shards=8)
+    specs = jb.sharding.batch_specs(PLAN, SOURCE[0], mesh, sequences=["tokens"])
+    lowered = step.lower(state, specs[PLAN.buckets[-1]])
+    assert lowered.as_text().count("all_to_all") == 8
+
+
 @pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_other_modes_refuse_rows_that_devices_share(mode):
     mesh, tx = jb.data_mesh(max_row_shards=8), optax.sgd(0.1)
@@ -297,7 +308,14 @@ with jb.Processes() as processes:
         results, params, layouts = test.train(mesh, jb.segment_attention)
         rows = [jb.sharding.local_rows(mesh).of(b).rows(b.batch_size).tolist()
                 for b in test.PLAN.buckets]
-    record(json.dumps([results.tolist(), rows]))
+    # Each process has one row of both.
+    refused = ""
+    try:
+        buckets = [jb.Bucket(1, 64), jb.Bucket(2, 64)]
+        jb.sharding.prefetch_to_mesh([], mesh, buckets=buckets)
+    except ValueError as error:
+        refused = str(error)
+    record(json.dumps([results.tolist(), rows, refused]))
 """
 
 
@@ -308,7 +326,8 @@ def test_rows_shared_by_two_processes(launch):
     expected, _, _ = on_one_device(is_causal=True)
     rows = []
     for index in range(2):
-        results, of_process = json.loads(launched.recorded(index)[0])
+        results, of_process, refused = json.loads(launched.recorded(index)[0])
+        assert "Choose one B for T = 64" in refused
         np.testing.assert_allclose(results, expected, rtol=1e-12, atol=1e-13)
         rows.append(of_process)
     assert rows == [

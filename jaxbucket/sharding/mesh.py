@@ -1,0 +1,241 @@
+"""Meshes, how batches and states lie on them, and the rows that each process loads.
+
+The rows of a batch are sharded over the *batch axes* of a mesh and replicated over all
+other axes, such as those of the model. Buckets with fewer rows than devices have their
+rows cut into equal parts over the last batch axes, the *row axes*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.checks import check_positive
+from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
+
+Axes: TypeAlias = str | Sequence[str] | PartitionSpec | None
+Device: TypeAlias = jax.Device  # pyright: ignore
+_T = TypeVar("_T")
+
+_DATA_AXIS = "data"
+_ROW_AXIS = "row"
+
+
+def data_mesh(
+    devices: Sequence[Device] | None = None, *, max_row_shards: int = 1
+) -> Mesh:
+    """Returns a mesh whose axes all shard batches.
+
+    Example:
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> mesh.axis_names, mesh.size
+      (('data',), 1)
+
+    Args:
+      devices: the devices in mesh order; by default all devices of all processes.
+      max_row_shards: the largest number of devices that may share a row. Above 1, the
+        mesh gets an axis "row1", "row2", ... for each prime factor of this number, over
+        the same devices in the same order. A bucket uses as few of them as its B and T
+        allow, the last ones first.
+
+    Returns:
+      The mesh, with axes of type `Auto`: "data" and the row axes.
+
+    Raises:
+      ValueError: if `max_row_shards` does not divide the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    factors = prime_factors(check_positive("max_row_shards", max_row_shards))
+    if len(devices) % max_row_shards:
+        raise ValueError(
+            f"`max_row_shards={max_row_shards}` must divide the number of devices, "
+            f"{len(devices)}."
+        )
+    names = (_DATA_AXIS, *(f"{_ROW_AXIS}{i + 1}" for i in range(len(factors))))
+    # Explicit axes, the default in some releases, make a plain embedding lookup fail.
+    types = (AxisType.Auto,) * len(names)
+    flat = jax.make_mesh(
+        (len(devices),), names[:1], axis_types=types[:1], devices=devices
+    )
+    # `jax.make_mesh` cannot lay out many small axes on a torus.
+    shape = (len(devices) // max_row_shards, *factors)
+    return Mesh(flat.devices.reshape(shape), names, axis_types=types)
+
+
+def batch_sharding(
+    mesh: Mesh, batch_axes: Axes = None, *, bucket: Bucket | None = None
+) -> NamedSharding:
+    """Returns the sharding of an array `[B, T, ...]` over the batch axes.
+
+    Args:
+      mesh: the mesh.
+      batch_axes: the mesh axes over which batches are sharded. In a `PartitionSpec`,
+        the second entry names row axes: `PartitionSpec("data", "row1")`. By default
+        "data", and "row1", "row2", ... as row axes if the mesh has them.
+      bucket: the bucket of the batch, which says into how many parts rows are cut; by
+        default they are whole.
+
+    Raises:
+      ValueError: if the mesh lacks one of the axes, or its devices cannot divide the
+        bucket.
+    """
+    rows, columns = _divided_axes(mesh, batch_axes)
+    names = rows + columns
+    cut = 1
+    if bucket is not None:
+        cut = _shard_of(mesh, batch_axes, (0,)).cut(bucket)
+    first = len(names)
+    while cut > 1:
+        first -= 1
+        cut //= mesh.shape[names[first]]
+    spec = [names[:first], names[first:]] if first < len(names) else [names]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
+    """Returns the batch axes, including row axes, as a tuple.
+
+    Raises:
+      ValueError: if `mesh` is not a mesh or lacks one of the axes.
+    """
+    rows, columns = _divided_axes(mesh, batch_axes)
+    return rows + columns
+
+
+def _divided_axes(
+    mesh: Mesh, batch_axes: Axes
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the axes that only shard rows, and the row axes."""
+    check_mesh(mesh)
+    columns: Any = ()
+    if batch_axes is None:
+        rows: Any = _DATA_AXIS
+        columns = tuple(
+            name
+            for name in mesh.axis_names
+            if name.startswith(_ROW_AXIS) and name[len(_ROW_AXIS) :].isdigit()
+        )
+    elif isinstance(batch_axes, PartitionSpec):
+        if len(batch_axes) > 2:
+            raise ValueError(
+                f"`batch_axes={batch_axes}` has more entries than one for rows and one "
+                "for row axes. Pass `PartitionSpec(rows, (row_axis, row_axis))`."
+            )
+        rows, columns = (*batch_axes, None, None)[:2]
+    else:
+        rows = batch_axes
+    rows, columns = (
+        (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axes in (rows, columns)
+    )
+    names = rows + columns
+    known = [name for name in names if name in mesh.axis_names]
+    if not names or len(set(known)) < len(names):
+        raise ValueError(
+            f"`batch_axes={batch_axes!r}`, but the mesh has axes {mesh.axis_names}. "
+            "Pass one or more of them, without repetition."
+        )
+    return rows, columns
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises a ValueError if `mesh` is not a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"`mesh` is a {type(mesh).__name__}, not a mesh. Make one "
+            "with `data_mesh()` or `jax.make_mesh`."
+        )
+
+
+def local_rows(mesh: Mesh, *, batch_axes: Axes = None) -> RowShard:
+    """Returns the rows of every global batch that the devices of this process hold.
+
+    They are derived from the sharding of batches over the mesh. This handles
+    devices in any order, and a model axis across processes, which makes several
+    processes need the same rows.
+
+    Example:
+      >>> shard = local_rows(data_mesh(jax.devices()[:1]))
+      >>> shard.rows(4)
+      array([0, 1, 2, 3])
+
+    Args:
+      mesh: the mesh over which batches are sharded.
+      batch_axes: the mesh axes over which batches are sharded, as for `batch_sharding`.
+
+    Returns:
+      The rows, for `batch_dataset` and `stream_batches`.
+
+    Raises:
+      ValueError: if the mesh lacks one of the axes, or has no device of this process.
+    """
+    check_mesh(mesh)
+    return rows_of_devices(mesh, mesh.local_devices, batch_axes)
+
+
+def rows_of_devices(
+    mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = None
+) -> RowShard:
+    """Returns the rows of every global batch that some devices of the mesh hold."""
+    names = axis_names(mesh, batch_axes)
+    num_parts = math.prod(mesh.shape[name] for name in names)
+    # In an array with one row per part, the row of a device is the index of its part.
+    sharding = NamedSharding(mesh, PartitionSpec(names))
+    indices = sharding.devices_indices_map((num_parts,))
+    parts = {indices[device][0].indices(num_parts)[0] for device in devices}
+    if not parts:
+        raise ValueError(
+            "No device of the mesh belongs to this process. Build the mesh from "
+            "`jax.devices()`, the devices of all processes."
+        )
+    return _shard_of(mesh, batch_axes, tuple(sorted(parts)))
+
+
+def _shard_of(mesh: Mesh, batch_axes: Axes, parts: tuple[int, ...]) -> RowShard:
+    """Returns some of the parts of the rows that a mesh shards."""
+    rows, columns = _divided_axes(mesh, batch_axes)
+    num_parts = math.prod(mesh.shape[name] for name in rows + columns)
+    cuts = cuts_of([mesh.shape[name] for name in columns])
+    return RowShard(parts, num_parts, rows + columns, cuts)
+
+
+def replicate(tree: _T, mesh: Mesh) -> _T:
+    """Returns a copy of a state, replicated on every device of the mesh.
+
+    The result never shares memory with the original, so the original stays valid if a
+    step donates the copy.
+
+    Example:
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> state = replicate({"w": jax.numpy.ones(3)}, mesh)
+      >>> state["w"].sharding == NamedSharding(mesh, PartitionSpec())
+      True
+
+    Args:
+      tree: a pytree of arrays and numbers, or of `jax.ShapeDtypeStruct`, such as
+        `jax.eval_shape` returns.
+      mesh: the mesh.
+
+    Returns:
+      The same pytree, replicated. A `jax.ShapeDtypeStruct` gets the replicated
+      sharding.
+
+    Raises:
+      ValueError: if `mesh` is not a mesh.
+    """
+    check_mesh(mesh)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+    # Two transfers, because `may_alias` is respected only if the sharding does not
+    # change. The first may still alias the original on the device of the original.
+    spread = jax.device_put(tree, sharding)
+    # The copy is made later. Until then, the caller must not change a numpy array.
+    return jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
