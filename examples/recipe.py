@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--lr", type=float, default=4e-3, help="peak learning rate")
     option("--steps", type=int, default=350, help="steps to train and decay for")
     option("--seed", type=int, default=0, help="seed of the model and of the batches")
+    option("--fsdp", action="store_true", help="shard the state over all devices")
 
 
 def loss_fn(
@@ -79,8 +80,12 @@ def make_steps(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, 
     """Returns the state before the first step, the train step and the eval step."""
     tx = make_optimizer(warmup_cosine_schedule(args.lr, args.steps))
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
-    state = jb.create_state(model, tx, mesh)
-    train_step = jb.make_train_step(loss_fn, tx, mesh, seed=args.seed)
+    sharding = jb.sharding.fully_sharded if args.fsdp else None
+    state = jb.create_state(model, tx, mesh, sharding=sharding)
+    state_sharding = jax.tree.map(lambda x: x.sharding, state)
+    train_step = jb.make_train_step(
+        loss_fn, tx, mesh, state_sharding=state_sharding, seed=args.seed
+    )
     return state, train_step, jb.make_eval_step(loss_fn, mesh)
 
 

@@ -33,7 +33,7 @@ PACKAGES = {
         {"numpy", "jax", "flax", "optax", "orbax", "etils", "rich", "matplotlib"},
     ),
     "stream": ({"data", "schedule", "packing", "plan", "base"}, {"numpy", "grain"}),
-    "sharding": ({"data", "base"}, {"numpy", "jax"}),
+    "sharding": ({"data", "compile", "base"}, {"numpy", "jax"}),
     "sort": ({"schedule", "base"}, {"numpy", "jax"}),
     "data": (
         {"schedule", "packing", "plan", "base"},
@@ -41,7 +41,7 @@ PACKAGES = {
     ),
     "schedule": ({"packing", "plan", "base"}, {"numpy"}),
     "packing": ({"plan", "base"}, {"numpy", "rich"}),
-    "compile": ({"distributed", "base"}, {"numpy", "jax", "jaxlib", "rich"}),
+    "compile": ({"plan", "distributed", "base"}, {"numpy", "jax", "jaxlib", "rich"}),
     "plan": ({"base"}, {"numpy", "scipy", "rich", "matplotlib"}),
     "distributed": ({"base"}, {"jax"}),
     "optim": ({"base"}, {"numpy", "jax", "optax"}),

@@ -8,6 +8,7 @@ import click
 
 from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.cli.compare import compare
+from jaxbucket.cli.fit import fit
 from jaxbucket.cli.measure import measure
 from jaxbucket.cli.plan import plan
 from jaxbucket.cli.precompile import precompile
@@ -51,5 +52,5 @@ def main() -> None:
     """
 
 
-for _command in (measure, plan, compare, report, precompile):
+for _command in (measure, plan, compare, report, fit, precompile):
     main.add_command(_command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -10,7 +11,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import click
@@ -19,6 +20,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.policies import GROUPS, OVERLONG
 from jaxbucket.data.length_files import read_lengths
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
+from jaxbucket.plan.fitted import FittedBatchSizes
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.limits import Limits
 
@@ -72,7 +74,8 @@ _LIMITS = [
         required=True,
         metavar="TOKENS",
         callback=lambda context, option, text: _budget(text),
-        help="Maximum B * T, including padding; or a function of T as module:function.",
+        help="Maximum B * T, including padding; a function of T as module:function; or "
+        "a file of `jaxbucket fit -o`.",
     ),
     click.option(
         "--batch-size-multiple",
@@ -140,6 +143,59 @@ _COSTS = [
         help="A function of (B, T) that returns the cost of a step.",
     ),
 ]
+_RECIPE = [
+    click.option(
+        "--recipe",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="A function of the plan that returns (step_fn, state, specs), or a dict "
+        "whose values are such triples.",
+    ),
+    click.option(
+        "--topology",
+        metavar="TYPE:LAYOUT",
+        help="Compile for devices that are not there, such as v5e:16x16 or h100:1x1x8.",
+    ),
+    click.option(
+        "--num-slices",
+        type=POSITIVE,
+        default=1,
+        help="Number of slices of this --topology of TPUs.",
+    ),
+    click.option(
+        "--memory-gb",
+        type=_RATE,
+        help="Memory per device that programs may use, in GB (1e9 bytes). By default "
+        "what jax may use on GPUs, and what XLA accepts on TPUs.",
+    ),
+    click.option(
+        "--workers",
+        type=POSITIVE,
+        help="Number of programs to compile in parallel. Defaults to half the number "
+        "of cores.",
+    ),
+    click.argument("arguments", nargs=-1),
+]
+
+
+def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of a command that compiles the programs of a recipe."""
+    for option in reversed(_RECIPE):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def using_topology(topology: str | None, num_slices: int) -> Iterator[None]:
+    """Lets recipes use the devices of `--topology`, if there is one."""
+    from jaxbucket.compile.absent import absent_devices
+
+    if topology is None and num_slices > 1:
+        raise ValueError("`num_slices` requires `topology`, such as v5e:16x16.")
+    with contextlib.ExitStack() as stack:
+        if topology is not None:
+            stack.enter_context(absent_devices(topology, num_slices=num_slices))
+        yield
 
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,13 +257,16 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def _budget(text: str) -> Any:
     """Returns the value of `--max-tokens`, an integer or a function."""
+    if os.path.isfile(text):
+        return FittedBatchSizes.load(text).max_tokens
     if ":" in text:
         return load_function(text)
     try:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"`max_tokens={text}`: pass an integer without commas, or module:function."
+            f"`max_tokens={text}`: pass an integer without commas, module:function, or "
+            "the file of `jaxbucket fit -o`."
         ) from None
 
 

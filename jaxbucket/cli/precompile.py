@@ -8,7 +8,13 @@ import sys
 
 import click
 
-from jaxbucket.cli.options import EXISTING, POSITIVE, json_option
+from jaxbucket.cli.options import (
+    EXISTING,
+    json_option,
+    load_function,
+    recipe_options,
+    using_topology,
+)
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
 
@@ -16,13 +22,6 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
 
 @click.command()
-@click.option(
-    "--recipe",
-    required=True,
-    metavar="MODULE:FUNCTION",
-    help="A function of the plan that returns (step_fn, state, specs), or a dict "
-    "whose values are such triples.",
-)
 @click.option(
     "--plan",
     type=EXISTING,
@@ -41,46 +40,42 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 @click.option(
     "--xla-cache", type=_FOLDER, help="Also fill jax's compilation cache here."
 )
-@click.option(
-    "--memory-gb",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Fail if a program needs more than this memory per device, in GB (1e9 "
-    "bytes), or if its memory use is unknown.",
-)
-@click.option(
-    "--workers",
-    type=POSITIVE,
-    help="Number of programs to compile in parallel. Defaults to half the number of "
-    "cores.",
-)
+@recipe_options
 @json_option
-@click.argument("arguments", nargs=-1)
 def precompile(
     recipe: str,
     plan: pathlib.Path,
     cache: pathlib.Path | None,
     key: str,
     xla_cache: pathlib.Path | None,
+    topology: str | None,
+    num_slices: int,
     memory_gb: float | None,
     workers: int | None,
     as_json: bool,
     arguments: tuple[str, ...],
 ) -> None:
-    """Compile every shape of a plan for the devices of this machine.
+    """Compile every shape of a plan, for the devices of this machine or for others.
 
-    For a job of several processes, start as many of this command, in the same way. The
-    recipe is called with the plan and with ARGUMENTS, the arguments of the job, which
-    follow `--`. The exit status is 1 if a program does not compile, needs more than
+    For a job of several processes, start as many of this command, in the same way. With
+    --topology, nothing is stored, and one process compiles for all hosts. The recipe is
+    called with the plan and with ARGUMENTS, the arguments of the job, which follow
+    `--`. The exit status is 1 if a program does not compile, needs more than
     --memory-gb, or cannot be stored in --cache.
     """
     shapes = read_plan(plan)
-    from jaxbucket.cli.options import load_function
+    if topology and (cache or xla_cache):
+        raise ValueError(
+            "`topology` is for reports: executables for absent devices are not stored. "
+            "Leave out `--cache` and `--xla-cache`."
+        )
+    from jaxbucket.compile.absent import default_devices, memory_limit
     from jaxbucket.compile.executables import make_writable, use_xla_cache
     from jaxbucket.compile.recipes import precompile
     from jaxbucket.distributed.processes import Processes
 
     function = load_function(recipe)
-    with Processes() as processes:
+    with Processes() as processes, using_topology(topology, num_slices):
         if xla_cache is not None:
             make_writable(xla_cache)
             use_xla_cache(xla_cache)
@@ -92,10 +87,12 @@ def precompile(
             executables_key=key,
             workers=workers,
         )
+        limit = memory_gb and memory_gb * 1e9
+        if topology and limit is None:
+            limit = memory_limit(default_devices()[0])
     peaks = {f"{p.name} {p.label}": p.peak_bytes for p in done.report.programs}
-    limit = math.inf if memory_gb is None else memory_gb * 1e9
     # Memory that is unknown is above any limit.
-    above = [x for x, peak in peaks.items() if limit < (peak or math.inf)]
+    above = [x for x, peak in peaks.items() if limit and limit < (peak or math.inf)]
     not_kept = [
         f"{p.name} {p.label}" for p in done.report.programs if cache and not p.file
     ]
@@ -106,8 +103,8 @@ def precompile(
         click.echo(f"{name}: {error}", err=True)
     for name in above:
         click.echo(
-            f"{name} needs more than --memory-gb {memory_gb:g}, or its memory use is "
-            "unknown. Increase --memory-gb, or plan with a smaller --max-tokens.",
+            f"{name} needs {_missing(peaks[name], limit or 0)}. Find a --max-tokens that "
+            "fits with `jaxbucket fit`, or increase --memory-gb.",
             err=True,
         )
     for name in not_kept:
@@ -117,3 +114,11 @@ def precompile(
         )
     if done.failures or above or not_kept:
         sys.exit(1)
+
+
+def _missing(peak: int | None, limit: float) -> str:
+    """Returns how much memory a program needs, and what it lacks."""
+    if peak is None:
+        return "an unknown amount of memory"
+    missing = (peak - limit) / 1e9
+    return f"{peak / 1e9:.4g} GB, {missing:.3g} GB more than {limit / 1e9:.4g} GB"

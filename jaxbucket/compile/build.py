@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
-from jaxbucket.compile.executables import Executables, without_xla_cache
+from jaxbucket.compile.executables import Executables, devices_of, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
+    costs_of,
     count_flops,
-    memory_of,
 )
 
 # A bucket, or the name of a phase that all buckets share.
@@ -172,7 +172,7 @@ class Build:
             report = dataclasses.replace(
                 report,
                 compile_seconds=time.perf_counter() - start,
-                **memory_of(executable),  # pyright: ignore
+                **costs_of(executable, devices_of(program.args)),
             )
             if self._files is not None and path is not None:
                 report = self._files.save(path, lowered, executable, report)

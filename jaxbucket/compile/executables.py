@@ -73,7 +73,7 @@ class Executables:
 
     def __init__(self, folder: str | os.PathLike[str], key: str, arguments: Any):
         self._folder = pathlib.Path(folder)
-        self._devices = _devices_of(arguments)
+        self._devices = devices_of(arguments)
         self.platform: str = self._devices[0].platform
         self._facts = _facts(self._devices, key)
         self._has_loaded = False
@@ -214,7 +214,7 @@ def _description(lowered: jax.stages.Lowered) -> list[Any]:
     return [lowered.as_text(), names, shapes, options]
 
 
-def _devices_of(arguments: Any) -> tuple[Any, ...]:
+def devices_of(arguments: Any) -> tuple[Any, ...]:
     """Returns the devices, in order, on which programs with these arguments run."""
     devices: tuple[Any, ...] = ()
     for leaf in jax.tree.leaves(arguments):

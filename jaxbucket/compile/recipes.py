@@ -17,6 +17,7 @@ from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
+from jaxbucket.compile.absent import are_absent, default_devices
 from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.executables import make_writable
 from jaxbucket.compile.report import CompileReport
@@ -96,7 +97,7 @@ def precompile(
     if executables is not None:
         make_writable(executables)
     programs, failures = [], {}
-    for name, triple in _call(recipe, plan, arguments).items():
+    for name, triple in call_recipe(recipe, plan, arguments).items():
         steps = compile_with(options, *triple)
         programs += steps.report.programs
         for label, error in steps.failures.items():
@@ -105,12 +106,22 @@ def precompile(
     return Precompiled(CompileReport(tuple(programs)), failures, seconds)
 
 
-def _call(
+def call_recipe(
     recipe: Callable[..., Any], plan: BucketPlan, arguments: tuple[str, ...]
 ) -> Mapping[str, tuple[Any, Any, Any]]:
-    """Returns the triples of a recipe by name."""
+    """Returns the triples of a recipe by name.
+
+    Raises:
+      ValueError: if it returns anything else, or not for all shapes of the plan.
+    """
     name = f"`{recipe.__module__}:{getattr(recipe, '__qualname__', recipe)}`"
-    with Noting(f"The recipe {name} was called with the plan and {list(arguments)}."):
+    note = f"The recipe {name} was called with the plan and {list(arguments)}."
+    if are_absent(default_devices()):
+        note += (
+            " Absent devices hold no arrays: let it use `jb.create_state(..., mesh)`, "
+            "`jb.sharding.replicate` or shapes."
+        )
+    with Noting(note):
         returned = recipe(plan, *arguments)
     steps = returned if isinstance(returned, Mapping) else {"step": returned}
     # The evaluation step may use the buckets of a different plan.

@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 
 from jaxbucket.base.table import Record
+from jaxbucket.compile.collectives import Collective, count_collectives
 
 # Characters of a file's name that the table shows.
 _DIGITS = 6
 _CAPTION = (
-    "trace, XLA: seconds of tracing and compiling. args, out, temp, peak: MB on each "
-    "device, for arguments, outputs without donated memory, temporary buffers, and all "
-    "of these. GFLOP: 1e9 operations of matrix products and convolutions, over all "
+    "trace, XLA: seconds of tracing and compiling. MB on each device: args, donated: "
+    "arguments, and the part of them that outputs reuse; out: other outputs; temp: "
+    "temporary buffers; peak: args + out + temp, to be compared with the memory of a "
+    "CPU or GPU; hbm: the peak that XLA reports on TPUs, where it refuses what does "
+    "not fit. GFLOP: 1e9 operations of matrix products and convolutions, over all "
     "devices and loop iterations. file: the first characters of its name."
+)
+_COLLECTIVES_CAPTION = (
+    "Collectives that each device runs in a step, and the MB of their results; + if "
+    "there are more, in loops of unknown length."
 )
 # Our names -> jax's names of the kinds of memory.
 _MEMORY = {
@@ -48,6 +55,10 @@ class ProgramReport:
       output_bytes: size of the outputs.
       aliased_bytes: the part of the outputs that reuses donated arguments.
       temporary_bytes: size of the temporary buffers.
+      hbm_bytes: the peak that XLA reports; None except on TPUs, because the values of
+        other platforms leave buffers out.
+      collectives: kind, such as "all-reduce" -> how many of them a device runs in a
+        step; empty for a single device.
       flops: operations of matrix products and convolutions over all devices and loop
         iterations; None if unknown.
       file: the name of its file, or None if it has no file.
@@ -63,6 +74,8 @@ class ProgramReport:
     output_bytes: int | None = None
     aliased_bytes: int | None = None
     temporary_bytes: int | None = None
+    hbm_bytes: int | None = None
+    collectives: dict[str, Collective] = dataclasses.field(default_factory=dict)
     flops: int | None = None
     file: str | None = None
 
@@ -88,16 +101,24 @@ class ProgramReport:
         }
 
 
-def memory_of(executable: Any) -> dict[str, int | None]:
-    """Returns the bytes of a report; None where the backend reports no value."""
+def costs_of(executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields of a report that only the executable knows.
+
+    Bytes are None where the backend reports no value.
+    """
     try:
         memory = executable.memory_analysis()
     except (NotImplementedError, jax.errors.JaxRuntimeError):
         memory = None
-    return {
+    costs = {
         f"{name}_bytes": getattr(memory, f"{jax_name}_size_in_bytes", None)
         for name, jax_name in _MEMORY.items()
     }
+    if devices[0].platform == "tpu":
+        costs["hbm_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
+    if len(devices) > 1 and hasattr(executable, "as_text"):
+        costs["collectives"] = count_collectives(executable.as_text())
+    return costs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -117,9 +138,9 @@ class CompileReport(Record):
       >>> report.num_compiled, report.programs[0].peak_bytes
       (1, 5000000)
       >>> print("\\n".join(str(report).splitlines()[:3]))
-      program            trace   XLA  args  out  temp  peak  GFLOP  file
-      ──────────────────────────────────────────────────────────────────
-      train_step [8, 4]   0.25  1.50   3.0  0.0   2.0   5.0      4
+      program            trace   XLA  args  donated  out  temp  peak  GFLOP
+      ─────────────────────────────────────────────────────────────────────
+      train_step [8, 4]   0.25  1.50   3.0      1.0  0.0   2.0   5.0      4
 
     Attributes:
       programs: the reports of the programs that are ready, in compilation order.
@@ -141,37 +162,77 @@ class CompileReport(Record):
         return f"<CompileReport: {count} programs, {self.num_compiled} compiled>"
 
     def __rich__(self) -> Any:
-        """Returns the report as a `rich` table, which usually fits in 80 columns."""
-        from rich import box
-        from rich.table import Table
+        """Returns the report as `rich` tables, which usually fit in 80 columns."""
+        from rich.console import Group
+
+        tables = [self._programs_table()]
+        if any(program.collectives for program in self.programs):
+            tables += ["", self._collectives_table()]
+        return Group(*tables)
+
+    def _programs_table(self) -> Any:
         from rich.text import Text
 
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            caption=f"\n{_CAPTION}",
-            caption_justify="left",
-            padding=(0, 0, 0, 1),
-            pad_edge=False,
-            show_edge=False,
-        )
-        table.add_column("program", no_wrap=True)
+        table = _new_table(_CAPTION)
         # Short titles, so that the table fits in 80 columns.
-        for name in ("trace", "XLA", "args", "out", "temp", "peak", "GFLOP"):
+        titles = ["trace", "XLA", "args", "donated", "out", "temp", "peak"]
+        has_hbm = any(p.hbm_bytes is not None for p in self.programs)
+        has_file = any(p.file for p in self.programs)
+        for name in [*titles, *["hbm"] * has_hbm, "GFLOP"]:
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("file", no_wrap=True)
+        if has_file:
+            table.add_column("file", no_wrap=True)
         for p in self.programs:
             table.add_row(
                 Text(f"{p.name} {p.label}"),
                 f"{p.trace_seconds:.2f}",
                 "loaded" if p.source == "loaded" else f"{p.compile_seconds:.2f}",
                 _megabytes(p.argument_bytes),
+                _megabytes(p.aliased_bytes),
                 _megabytes(p.output_bytes, p.aliased_bytes),
                 _megabytes(p.temporary_bytes),
                 _megabytes(p.peak_bytes),
+                *[_megabytes(p.hbm_bytes)] * has_hbm,
                 "" if p.flops is None else _gigaflops(p.flops),
-                (p.file or "")[:_DIGITS],
+                *[(p.file or "")[:_DIGITS]] * has_file,
             )
         return table
+
+    def _collectives_table(self) -> Any:
+        from rich.text import Text
+
+        table = _new_table(_COLLECTIVES_CAPTION)
+        kinds = sorted({kind for p in self.programs for kind in p.collectives})
+        for kind in kinds:
+            table.add_column(kind, justify="right", no_wrap=True)
+        for p in self.programs:
+            found = [p.collectives.get(kind) for kind in kinds]
+            table.add_row(
+                Text(f"{p.name} {p.label}"), *(_collective(x) if x else "" for x in found)
+            )
+        return table
+
+
+def _new_table(caption: str) -> Any:
+    """Returns a table whose first column is the name of the program."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=f"\n{caption}",
+        caption_justify="left",
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("program", no_wrap=True)
+    return table
+
+
+def _collective(found: Collective) -> str:
+    more = "+" if found["is_lower_bound"] else ""
+    return f"{found['count']}{more}: {_megabytes(found['bytes'])}{more}"
 
 
 def _gigaflops(flops: int) -> str:

@@ -13,6 +13,7 @@ import jax
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.compile.build import Build, CompileOptions, Label, Program
+from jaxbucket.compile.memory import explain_out_of_memory, is_out_of_memory
 from jaxbucket.compile.report import CompileReport
 
 _Result = TypeVar("_Result")
@@ -227,9 +228,15 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         """Runs the program of a bucket or a phase; returns its outputs.
 
         Raises a ValueError if the arguments differ from those that were compiled for.
+        If memory is exhausted, jax's error has a note that says what to do.
         """
         try:
             return self._throttle(self._executables[label](*args))
+        except jax.errors.JaxRuntimeError as error:
+            if is_out_of_memory(error):
+                peaks = {p.label: p.peak_bytes for p in self.report.programs}
+                explain_out_of_memory(error, label, peaks.get(str(label)), args)
+            raise
         except (TypeError, ValueError) as error:
             # jax names what differs.
             hint = any(name in str(error) for name in _OF_TRAINING)

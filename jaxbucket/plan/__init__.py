@@ -37,6 +37,7 @@ with _lazy_names(globals()):
     from jaxbucket.plan.costs import TransformerCost as TransformerCost
     from jaxbucket.plan.devices import device_limits as device_limits
     from jaxbucket.plan.devices import row_shard_shares as row_shard_shares
+    from jaxbucket.plan.fitted import FittedBatchSizes as FittedBatchSizes
     from jaxbucket.plan.limits import Limits as Limits
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
     from jaxbucket.plan.planner import plan_within as plan_within

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
+from jaxbucket.compile.absent import Device, are_absent, default_devices
 
 Axes: TypeAlias = str | Sequence[str] | PartitionSpec | None
-Device: TypeAlias = jax.Device  # pyright: ignore
 _T = TypeVar("_T")
 
 _DATA_AXIS = "data"
@@ -37,7 +37,8 @@ def data_mesh(
       (('data',), 1)
 
     Args:
-      devices: the devices in mesh order; by default all devices of all processes.
+      devices: the devices in mesh order; by default all devices of all processes, or
+        those of `jb.compile.absent_devices`.
       max_row_shards: the largest number of devices that may share a row. Above 1, the
         mesh gets an axis "row1", "row2", ... for each prime factor of this number, over
         the same devices in the same order. A bucket uses as few of them as its B and T
@@ -49,7 +50,7 @@ def data_mesh(
     Raises:
       ValueError: if `max_row_shards` does not divide the number of devices.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = default_devices() if devices is None else devices
     factors = prime_factors(check_positive("max_row_shards", max_row_shards))
     if len(devices) % max_row_shards:
         raise ValueError(
@@ -223,19 +224,57 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
 
     Returns:
       The same pytree, replicated. A `jax.ShapeDtypeStruct` gets the replicated
-      sharding.
+      sharding, and so does the shape of an array if the devices are absent.
 
     Raises:
       ValueError: if `mesh` is not a mesh.
     """
     check_mesh(mesh)
-    sharding = NamedSharding(mesh, PartitionSpec())
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
+    return put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def put(tree: _T, sharding: NamedSharding) -> _T:
+    """Returns a copy of a pytree with the given sharding, as `replicate` does."""
+    if has_shapes(tree) or are_absent(sharding.mesh.devices.flat):  # pyright: ignore
+        return jax.tree.map(lambda x: _shape(x, sharding), tree)
     # Two transfers, because `may_alias` is respected only if the sharding does not
     # change. The first may still alias the original on the device of the original.
     spread = jax.device_put(tree, sharding)
     # The copy is made later. Until then, the caller must not change a numpy array.
     return jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
+
+
+def has_shapes(tree: Any) -> bool:
+    """Whether a pytree contains shapes instead of arrays."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
+
+
+def _shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        leaf = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def fully_sharded(leaf: Any, mesh: Mesh) -> NamedSharding:
+    """Returns a sharding of an array over all devices of the mesh.
+
+    The largest dimension that the number of devices divides is sharded; an array
+    without such a dimension is replicated. Pass it to `create_state` to shard
+    parameters and optimizer states as FSDP and ZeRO-3 do.
+
+    Example:
+      >>> mesh = data_mesh(jax.devices()[:1])
+      >>> tuple(fully_sharded(jax.ShapeDtypeStruct((4, 6), "float32"), mesh).spec)
+      (None, 'data')
+
+    Args:
+      leaf: an array, or its shape and dtype.
+      mesh: the mesh.
+    """
+    sizes = [size if size % mesh.size == 0 else 0 for size in leaf.shape]
+    spec: list[Any] = [None] * len(sizes)
+    if any(sizes):
+        spec[sizes.index(max(sizes))] = mesh.axis_names
+    while spec and spec[-1] is None:
+        spec.pop()
+    return NamedSharding(mesh, PartitionSpec(*spec))

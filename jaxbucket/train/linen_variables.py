@@ -10,7 +10,8 @@ from flax import linen
 from flax.core import meta, unfreeze
 from jax.sharding import Mesh
 
-from jaxbucket.sharding.mesh import replicate
+from jaxbucket.compile.absent import are_absent
+from jaxbucket.sharding.mesh import put, replicate
 
 
 def init_linen(
@@ -50,7 +51,11 @@ def init_linen(
         shardings = linen.get_sharding(jax.eval_shape(init, rngs), mesh)
         # With several processes, jax checks that their keys are the same.
         replicate(jax.tree.map(_key_data, rngs), mesh)
-    variables = jax.jit(lambda x: meta.unbox(init(x)), out_shardings=shardings)(rngs)
+    unboxed = jax.jit(lambda x: meta.unbox(init(x)), out_shardings=shardings)
+    if mesh is not None and are_absent(mesh.devices.flat):
+        variables = jax.tree.map(put, jax.eval_shape(unboxed, rngs), shardings)
+    else:
+        variables = unboxed(rngs)
     if not jax.tree.leaves(variables.get("params")):
         raise ValueError(f"`model`, a {type(module).__name__}, has no parameters.")
     return dict(variables)

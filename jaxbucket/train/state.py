@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,15 @@ import optax
 from flax import linen, nnx
 from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jaxbucket.sharding.mesh import check_mesh, replicate
+from jaxbucket.sharding.mesh import check_mesh, has_shapes, put, replicate
 from jaxbucket.train.linen_variables import init_linen
 
-_PARAMETERS = (jax.Array, np.ndarray, np.number, float, int, nnx.Param)
+_PARAMETERS = (
+    *(jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.number, float, int),
+    nnx.Param,
+)
 # The number of paths that a message lists.
 _NUM_PATHS = 3
 
@@ -84,6 +87,7 @@ def create_state(
     rngs: Any = None,
     variables: Mapping[str, Any] | None = None,
     wrt: Any = None,
+    sharding: Callable[[Any, Mesh], NamedSharding] | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -114,11 +118,13 @@ def create_state(
 
     Args:
       model: a Flax NNX module; a Flax Linen module, with `sample`; any pytree of
-        parameters; or a `TrainState`, whose model is taken.
+        parameters; or a `TrainState`, whose model is taken. Instead of arrays it may
+        have their shapes, as those of `nnx.eval_shape`: then so does the state.
       tx: the optimizer; None if the state is only used for evaluation and prediction.
       mesh: the mesh on which the state is replicated; by default it stays on the
         devices of the parameters. Parameters that are already sharded over the mesh, or
         by `linen.with_partitioning`, stay sharded; pass `state_sharding=` to the step.
+        On a mesh of `jb.compile.absent_devices`, the state consists of shapes.
       sample: for a Linen module, the argument to initialize it with, or a tuple of its
         positional arguments. Of arrays, only the shape and the dtype are used. Python
         values, such as True, are passed on.
@@ -129,6 +135,9 @@ def create_state(
       wrt: selects the parameters to train, by default all: a filter of `nnx`, such as
         `nnx.PathContains("head")`, or a function `(path, value) -> bool` of the path,
         a tuple of names. Gradients and optimizer states are only computed for these.
+      sharding: `(leaf, mesh)` -> the sharding of an array of the state, instead of a
+        replicated one, such as `jb.sharding.fully_sharded`. Then pass
+        `state_sharding=jax.tree.map(lambda x: x.sharding, state)` to the step.
 
     Raises:
       ValueError: if `model` is neither a module nor parameters; if it is a Linen module
@@ -146,19 +155,22 @@ def create_state(
         raise _nothing_selected(wrt, parts.frozen)
     if tx is not None:
         _check_differentiable(parts.params)
+    step = jnp.zeros((), jnp.int32)
     state = TrainState(
-        step=jnp.zeros((), jnp.int32),
+        step=jax.eval_shape(lambda: step) if has_shapes(parts) else step,
         params=parts.params,
         frozen=parts.frozen,
         variables=parts.variables,
-        opt_state=() if tx is None else tx.init(parts.params),
+        opt_state=() if tx is None else _init(tx, parts.params),
         graphdef=parts.graphdef,
     )
     if mesh is None:
         # Copied, because steps donate the state.
-        return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+        return jax.tree.map(
+            lambda x: x if has_shapes(x) else jnp.array(x, copy=True), state
+        )
     # With several processes, jax checks that all of them replicate the same values.
-    return _on_mesh(state, mesh)
+    return _on_mesh(state, mesh, sharding)
 
 
 class _Parts(NamedTuple):
@@ -209,20 +221,40 @@ def checked_state(state: Any) -> TrainState:
     )
 
 
-def _on_mesh(state: TrainState, mesh: Mesh) -> TrainState:
+def _init(tx: optax.GradientTransformation, params: Any) -> Any:
+    """Returns the initial state of an optimizer, of shapes if `params` has shapes."""
+    if not has_shapes(params):
+        return tx.init(params)
+    # What has the shape of a parameter is sharded like it, as `jnp.zeros_like` is.
+    return optax.tree_utils.tree_map_params(
+        tx,
+        lambda leaf, param: leaf.update(sharding=param.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+    )
+
+
+def _on_mesh(
+    state: TrainState,
+    mesh: Mesh,
+    sharding_of: Callable[[Any, Mesh], NamedSharding] | None,
+) -> TrainState:
     """Returns a copy on the mesh, replicated unless it is sharded over the mesh."""
 
-    def put(leaf: Any) -> Any:
+    def on_mesh(leaf: Any) -> Any:
+        if sharding_of is not None:
+            return put(leaf, sharding_of(leaf, mesh))
         if _is_sharded(leaf, mesh):
-            return jax.device_put(leaf, leaf.sharding, may_alias=False)
+            return put(leaf, leaf.sharding)
         return replicate(leaf, mesh)
 
-    return jax.tree.map(put, state)
+    return jax.tree.map(on_mesh, state)
 
 
 def _is_sharded(leaf: Any, mesh: Mesh) -> bool:
     sharding = getattr(leaf, "sharding", None)
-    return getattr(sharding, "mesh", None) == mesh and not leaf.is_fully_replicated
+    is_on_mesh = getattr(sharding, "mesh", None) == mesh
+    return is_on_mesh and not sharding.is_fully_replicated  # pyright: ignore
 
 
 def _split(params: Any, wrt: Any) -> tuple[Any, Any]:
@@ -275,7 +307,9 @@ def _as_arrays(tree: Any) -> Any:
     """Returns a tree of arrays of strong dtypes."""
     # The weak dtype of a Python number would become a strong one in the first step, and
     # the second step would be compiled again.
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), tree)
+    return jax.tree.map(
+        lambda x: x if has_shapes(x) else jnp.asarray(x, jnp.result_type(x)), tree
+    )
 
 
 def check_optimizer(tx: Any) -> None:

@@ -1,0 +1,180 @@
+"""Devices that this machine does not have, for which programs can be compiled.
+
+XLA compiles for a *topology*, a description of devices, if the compiler of the platform
+is installed: `libtpu` for TPUs, the CUDA plugin of jax for GPUs. Nothing can be put on
+such devices, so states and batches consist of shapes, dtypes and shardings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib.metadata
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.experimental.topologies import get_topology_desc
+
+from jaxbucket.base.checks import check_positive
+from jaxbucket.compile.gpu_targets import GPUS
+
+Device: TypeAlias = jax.Device  # pyright: ignore
+
+# What can be rented: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SMALL_TORI = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+# TPU -> its layouts; or of 3-D tori, the largest number of chips.
+_TPUS: dict[str, tuple[str, ...] | int] = {
+    "v5e": _FLAT,
+    "v5p": 6144,
+    "v6e": _FLAT,
+    "tpu7x": 9216,
+}
+# Read when libtpu is loaded. Without them it asks a server of Google Cloud what it runs
+# on, and refuses to be loaded by a second process.
+_TPU_VARIABLES = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+# Platform -> the package of its compiler, and the extra that installs it.
+_COMPILERS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "gpu-plan")}
+_devices: contextvars.ContextVar[Sequence[Device] | None]
+_devices = contextvars.ContextVar("absent_devices", default=None)
+
+
+@contextlib.contextmanager
+def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Device]]:
+    """Lets `data_mesh` use devices that are not there, inside a `with` block.
+
+    On their mesh, `create_state` returns shapes and shardings, and `compile_steps`
+    compiles programs that cannot run, with a report of their memory. One process
+    compiles for all hosts. If this process has not used devices yet, it then only uses
+    its CPU.
+
+    Example: the memory of a step on 256 chips (requires `jaxbucket[tpu]`).
+      >>> with absent_devices("v5e:16x16"):  # doctest: +SKIP
+      ...     mesh = jb.data_mesh()
+      ...     state = jb.create_state(model, tx, mesh)
+      ...     step = jb.make_train_step(loss_fn, tx, mesh)
+      ...     specs = jb.sharding.batch_specs(plan, example, mesh)
+      ...     print(jb.compile_steps(step, state, specs).report)
+
+    Args:
+      topology: the type and layout of the devices. For TPUs, such as "v5e:16x16" or
+        "v5p:4x4x8", it is the layout of the chips. For GPUs, such as "h100:1x2x8", it
+        is the numbers of slices, of hosts in a slice, and of GPUs in a host; the types
+        are those of `jaxbucket.compile.gpu_targets`.
+      num_slices: the number of TPU slices of this layout.
+
+    Yields:
+      The devices, for meshes of other axes.
+
+    Raises:
+      ValueError: if there is no such topology, or this process uses real devices of
+        this platform.
+      ModuleNotFoundError: if the compiler of the platform is not installed, or not in
+        the version that this version of jax needs.
+    """
+    platform, name, options = _described(topology, check_positive("num_slices", num_slices))
+    if platform == "tpu":
+        for variable, value in _TPU_VARIABLES.items():
+            os.environ.setdefault(variable, value)
+    _check_compiler(platform)
+    if not jax.config.jax_platforms:  # pyright: ignore
+        # Otherwise jax looks for drivers, and takes the devices that are there.
+        jax.config.update("jax_platforms", "cpu")
+    real = jax.devices()[0]
+    if real.platform == {"cuda": "gpu"}.get(platform, platform):
+        raise ValueError(
+            f"`topology={topology!r}` is for absent devices, but this process uses a "
+            f"{real.device_kind}. Set JAX_PLATFORMS=cpu to plan on this machine."
+        )
+    devices = get_topology_desc(name, platform, **options).devices
+    token = _devices.set(devices)
+    try:
+        yield list(devices)
+    finally:
+        _devices.reset(token)
+
+
+def default_devices() -> Sequence[Device]:
+    """Returns the devices of `absent_devices`, or all devices of all processes."""
+    return _devices.get() or jax.devices()
+
+
+def are_absent(devices: Any) -> bool:
+    """Whether devices, such as those of a mesh, are not there to hold arrays."""
+    device = next(iter(devices))
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:
+        # There is no device of this platform.
+        return True
+
+
+def memory_limit(device: Device) -> int | None:
+    """Returns the bytes of a device that programs may use; None if unknown.
+
+    Of a GPU, jax uses three quarters, or the part XLA_PYTHON_CLIENT_MEM_FRACTION. It is
+    unknown for CPUs, and for absent TPUs, whose compiler refuses what does not fit.
+    """
+    for gpu in GPUS.values():
+        if gpu.name == device.device_kind and are_absent([device]):
+            part = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
+            return int(part * gpu.memory_bytes)
+    statistics = None if are_absent([device]) else device.memory_stats()
+    return (statistics or {}).get("bytes_limit")
+
+
+def _described(topology: str, num_slices: int) -> tuple[str, str, dict[str, Any]]:
+    """Returns the platform, the name and the options of a topology for jax."""
+    kind, _, layout = str(topology).partition(":")
+    sizes = [int(x) if x.isdecimal() else 0 for x in layout.split("x")]
+    if kind in GPUS and len(sizes) == 3 and all(sizes) and num_slices == 1:
+        options = {"topology": layout, "target_config": GPUS[kind].target_config()}
+        return "cuda", kind, options
+    if kind in _TPUS and _exists(_TPUS[kind], layout, sizes):
+        options = {"num_slices": num_slices} if num_slices > 1 else {}
+        return "tpu", topology, options
+    raise ValueError(
+        f"`topology={topology!r}` with {num_slices} slice{'s' * (num_slices > 1)} does "
+        f"not exist. Pass one such as 'v5e:4x4' ({', '.join(_FLAT)} of v5e and v6e), "
+        "'v5p:4x4x8' (of v5p and tpu7x: 2x2x1 and longer tori, the shortest side first "
+        f"and multiples of 4 above 2x4x4), or 'h100:1x1x8' (of {', '.join(GPUS)}: "
+        "slices x hosts x GPUs, without `num_slices`)."
+    )
+
+
+def _exists(layouts: tuple[str, ...] | int, layout: str, sizes: list[int]) -> bool:
+    if isinstance(layouts, tuple):
+        return layout in layouts
+    if layout in _SMALL_TORI:
+        return True
+    a, b, c = sizes if len(sizes) == 3 else (0, 0, 0)
+    return 0 < a <= b <= c and a * b * c <= layouts and not any(x % 4 for x in sizes)
+
+
+def _check_compiler(platform: str) -> None:
+    """Raises a ModuleNotFoundError unless the compiler that jax needs is installed."""
+    package, extra = _COMPILERS[platform]
+    needed = f"{package}, which compiles for absent devices"
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        installed = None
+    # Such as "libtpu==0.0.42.*" or "jax-cuda13-plugin<=0.10.2,>=0.10.2".
+    requirements = " ".join(importlib.metadata.requires("jax") or ())
+    pinned = re.search(rf"{package}\S*?[=>]=(\d+(?:\.\d+)*)", requirements)
+    version = pinned[1] if pinned else ""
+    # The pin may leave out the last number.
+    fits = installed is not None and f"{installed}.".startswith(version and f"{version}.")
+    if not fits:
+        raise ModuleNotFoundError(
+            f"jax {jax.__version__} needs {needed}, in version {version}; installed is "
+            f"{installed or 'none'}. pip install 'jaxbucket[{extra}]'."
+        )

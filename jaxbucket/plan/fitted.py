@@ -1,0 +1,140 @@
+"""The batch sizes that fit into memory, measured for some T, as the budget of a plan."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from jaxbucket.base.table import Record
+
+_CAPTION = (
+    "B: the largest batch size of this T that fits. memory: GB on each device that its "
+    "program needs. next: the next batch size, which does not fit, and what it needs. "
+    "programs: how many were compiled, and how many the compiler refused."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedBatchSize:
+    """The largest batch size of one T that fits.
+
+    Attributes:
+      seq_len: T.
+      batch_size: B; 0 if not even the smallest fits.
+      num_bytes: what the program of `[B, T]` needs on each device.
+      next_batch_size: the next batch size, which does not fit.
+      next_bytes: what its program needs; None if the compiler does not say.
+      num_compiled: the number of programs that were compiled for this T.
+      num_refused: the number of programs that the compiler refused.
+    """
+
+    seq_len: int
+    batch_size: int
+    num_bytes: int
+    next_batch_size: int
+    next_bytes: int | None
+    num_compiled: int
+    num_refused: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FittedBatchSizes(Record):
+    """The largest batch sizes that fit, the result of `fit_batch_sizes`.
+
+    Example: a budget for each T, instead of one for all.
+      >>> import jaxbucket as jb
+      >>> rows = [FittedBatchSize(128, 64, 9, 72, 11, 3, 1),
+      ...         FittedBatchSize(512, 8, 8, 16, 14, 2, 1)]
+      >>> fitted = FittedBatchSizes(tuple(rows), 10)
+      >>> fitted.max_tokens(512), fitted.max_tokens(256), fitted.max_tokens(100)
+      (4096, 4096, 8192)
+      >>> plan = jb.plan_buckets([100, 250, 500] * 99, max_tokens=fitted.max_tokens,
+      ...                        num_buckets=3, batch_size_multiple=8)
+      >>> [str(bucket) for bucket in plan.buckets]
+      ['[56, 100]', '[16, 250]', '[8, 500]']
+
+    Attributes:
+      sizes: the batch sizes, by ascending T.
+      limit_bytes: the memory of each device that programs may use; None if that is
+        whatever the compiler accepts.
+    """
+
+    sizes: tuple[FittedBatchSize, ...]
+    limit_bytes: int | None
+
+    def max_tokens(self, seq_len: int) -> int:
+        """Returns the number of tokens B * T that fits, for `plan_buckets`.
+
+        Between two T, it is that of the longer one: a token of a shorter row needs no
+        more memory, because attention only grows with T. `jaxbucket precompile
+        --memory-gb` checks it for a plan.
+
+        Raises:
+          ValueError: if `seq_len` is above the longest T that fits.
+        """
+        fit = [size for size in self.sizes if size.batch_size]
+        place = bisect.bisect_left([size.seq_len for size in fit], seq_len)
+        if place == len(fit):
+            raise ValueError(
+                f"No batch size was fitted for T = {seq_len} or longer; the longest is "
+                f"{fit[-1].seq_len if fit else 'none'}. Fit a longer `seq_lens`, or "
+                "pass a smaller `max_seq_len`."
+            )
+        return fit[place].batch_size * fit[place].seq_len
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python values."""
+        sizes = [dataclasses.asdict(size) for size in self.sizes]
+        return {"sizes": sizes, "limit_bytes": self.limit_bytes}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> FittedBatchSizes:
+        """Reads the file that `jaxbucket fit -o` wrote.
+
+        Raises:
+          ValueError: if it is not such a file.
+        """
+        try:
+            numbers = json.loads(pathlib.Path(path).read_text())
+            sizes = tuple(FittedBatchSize(**size) for size in numbers["sizes"])
+            return cls(sizes, numbers["limit_bytes"])
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(
+                f"{path} is not a file of `jaxbucket fit -o`: {error}"
+            ) from error
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"[{x.batch_size}, {x.seq_len}]" for x in self.sizes)
+        return f"<FittedBatchSizes: {shapes}>"
+
+    def __rich__(self) -> Any:
+        """Returns the batch sizes as a `rich` table."""
+        from rich import box
+        from rich.table import Table
+
+        limit = "XLA's own" if self.limit_bytes is None else _gb(self.limit_bytes)
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            caption=f"\n{_CAPTION} Limit: {limit}.",
+            caption_justify="left",
+            show_edge=False,
+        )
+        for name in ("T", "B", "memory", "next", "programs"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for size in self.sizes:
+            table.add_row(
+                f"{size.seq_len:,}",
+                f"{size.batch_size:,}",
+                _gb(size.num_bytes) if size.batch_size else "",
+                f"{size.next_batch_size:,}: {_gb(size.next_bytes)}",
+                f"{size.num_compiled} + {size.num_refused}",
+            )
+        return table
+
+
+def _gb(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / 1e9:.4g} GB"
