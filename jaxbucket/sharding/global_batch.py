@@ -240,13 +240,16 @@ def batch_specs(
         def spec(
             leaf: np.ndarray, bucket: Bucket = bucket, whole: NamedSharding = sharding
         ) -> jax.ShapeDtypeStruct:
-            sharding = _of_array(whole, leaf.shape, bucket)
-            dtype = _device_dtype(leaf.dtype)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+            shape = (bucket.batch_size, *leaf.shape[1:])
+            sharding = _of_array(whole, shape, bucket)
+            return jax.ShapeDtypeStruct(
+                shape, _device_dtype(leaf.dtype), sharding=sharding
+            )
 
+        # One row, because many may not fit into the memory of this machine.
         empty = collate_rows(
             [],
-            bucket,
+            Bucket(1, bucket.seq_len),
             like=example,
             sequences=sequences,
             max_segments=max_segments,

@@ -110,7 +110,8 @@ def test_devices_that_are_there_are_not_absent(monkeypatch):
 def test_a_recipe_compiles_for_absent_devices(topology):
     plan = jb.BucketPlan.from_shapes([(8, 16), (4, 32)])
     with absent_devices(topology) as devices:
-        assert len(devices) == 4 and list(jb.data_mesh().devices.flat) == devices
+        # A mesh follows the links between devices.
+        assert len(devices) == 4 and {*jb.data_mesh().devices.flat} == {*devices}
         replicated = precompile(recipe, plan)
         sharded = precompile(recipe, plan, "sharded")
     assert not replicated.failures and not sharded.failures
@@ -123,7 +124,8 @@ def test_a_recipe_compiles_for_absent_devices(topology):
         assert one.aliased_bytes == pytest.approx(2 * size, rel=0.01)
         assert other.aliased_bytes == pytest.approx(2 * size / 4, rel=0.01)
         assert one.collectives["all-reduce"]["bytes"] == pytest.approx(size, rel=0.01)
-        assert other.collectives["all-gather"]["bytes"] >= size
+        # TPUs gather them in bfloat16, in which they multiply.
+        assert other.collectives["all-gather"]["bytes"] >= size / 2
         assert (one.hbm_bytes is not None) == topology.startswith("v5e")
     assert "all-gather" in str(sharded.report) and "peak" in str(sharded.report)
     # Outside of the block, the devices of this process are used again.
@@ -224,7 +226,7 @@ def test_a_recipe_that_puts_arrays_on_absent_devices_is_told(topology):
 
 @TPU
 def test_the_devices_must_divide_b():
-    with absent_devices("v5e:2x2"), pytest.raises(ValueError, match=r"\[6, 16\]"):
+    with absent_devices("v5e:2x2"), pytest.raises(ValueError, match="`batch_size=6`"):
         precompile(recipe, jb.BucketPlan.from_shapes([(6, 16)]))
 
 
@@ -236,11 +238,13 @@ def test_what_the_compiler_refuses_is_the_limit_of_tpus():
         (size,) = fitted.sizes
         assert size.next_batch_size == size.batch_size + 256
         assert size.num_compiled <= 2 and size.num_refused >= 1
-        shapes = [(size.batch_size, 512), (size.next_batch_size, 512)]
-        done = precompile(recipe, jb.BucketPlan.from_shapes(shapes))
-    assert [p.label for p in done.report.programs] == [f"[{size.batch_size}, 512]"]
-    assert list(done.failures) == [f"train [{size.next_batch_size}, 512]"]
-    assert "exceeds available HBM" in str(done.failures) or "of 15.75G" in str(done)
+        fits, fails = (
+            precompile(recipe, jb.BucketPlan.from_shapes([(batch_size, 512)]))
+            for batch_size in (size.batch_size, size.next_batch_size)
+        )
+    assert not fits.failures and not fails.report.programs
+    assert list(fails.failures) == [f"train [{size.next_batch_size}, 512]"]
+    assert "15.75G" in str(fails.failures)
     # 16 GiB, of which XLA keeps a part.
     assert 13e9 < size.num_bytes < 17e9 and fitted.limit_bytes is None
 
@@ -288,11 +292,12 @@ def test_the_commands_plan_for_absent_devices(tmp_path, monkeypatch):
         *("--num-buckets", 2, "--sample", "--batch-size-multiple", 512, "-o", plan),
     )
     assert run.exit_code == 0, run.output
-    last = jb.BucketPlan.from_json(plan.read_text()).buckets[-1]
+    buckets = jb.BucketPlan.from_json(plan.read_text()).buckets
+    last = buckets[-1]
     assert (last.batch_size, last.seq_len) == (sizes[1].batch_size, 512)
     run = command("precompile", *options, "--plan", plan, "--json")
     assert run.exit_code == 0, run.output
-    assert len(json.loads(run.output)["programs"]) == 2
+    assert len(json.loads(run.output)["programs"]) == len(buckets)
     run = command("precompile", *options, "--plan", plan, "--cache", tmp_path / "new")
     assert run.exit_code == 1 and "`--cache`" in run.output
     run = command("precompile", *options, "--plan", plan, "--memory-gb", 1)

@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import functools
+import importlib.util
+import itertools
 import json
 import pathlib
 import re
@@ -83,27 +85,19 @@ def make_schedule(*, packed):
     return jb.BatchSchedule(choice.plan, LENGTHS, packing=choice.packing, seed=3)
 
 
-def train(mesh, attend, *, is_causal=True, packed=False, sharded=False, num_epochs=2):
+def train(mesh, attend, *, is_causal=True, packed=False, sharded=False, num_steps=50):
     """Returns losses, gradient norms, parameters and the layouts of the batches."""
     tx = optax.adam(1e-2)
     schedule = make_schedule(packed=packed)
-    batches = jb.MeshLoader(
-        SOURCE, schedule, mesh, num_epochs=num_epochs, sequences=["tokens"]
-    )
-    state = jb.create_state(make_params(), tx, mesh)
-    state_sharding = None
-    if sharded:
-        spec = PartitionSpec(mesh.axis_names)
-        state_sharding = jax.tree.map(
-            lambda x: NamedSharding(mesh, spec if x.ndim == 2 else PartitionSpec()),
-            state,
-        )
-        state = jax.device_put(state, state_sharding)
+    batches = jb.MeshLoader(SOURCE, schedule, mesh, sequences=["tokens"])
+    sharding = jb.sharding.fully_sharded if sharded else None
+    state = jb.create_state(make_params(), tx, mesh, sharding=sharding)
+    state_sharding = jax.tree.map(lambda x: x.sharding, state)
     loss_fn = make_loss(attend, is_causal=is_causal)
     step = jb.make_train_step(loss_fn, tx, mesh, state_sharding=state_sharding, seed=7)
     steps = jb.compile_steps(step, state, batches.specs, progress=False)
     layouts, results, places = {}, [], None
-    for batch in batches:
+    for batch in itertools.islice(batches, num_steps):
         layouts[str(batch.bucket)] = batch.mask.sharding.spec
         state, metrics = steps(state, batch)
         results.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -194,6 +188,36 @@ def programs(seq_len):
     loss_fn = make_loss(jb.segment_attention, is_causal=True)
     step = jb.make_train_step(loss_fn, tx, mesh)
     return jb.compile_steps(step, state, specs, progress=False)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs jaxbucket[tpu]"
+)
+def test_the_kernel_of_tpus_is_in_the_program_of_every_layout():
+    """In mode "jit" too, because attention tells the compiler how it is divided."""
+    with jax.enable_x64(False), jb.compile.absent_devices("v5e:2x4"):
+        mesh, tx = jb.data_mesh(max_row_shards=8), optax.sgd(0.1)
+        plan = jb.BucketPlan.from_shapes([(8 // c, 128 * c) for c in (1, 2, 4, 8)])
+        specs = jb.sharding.batch_specs(plan, SOURCE[0], mesh, sequences=["tokens"])
+        params = {"words": jax.ShapeDtypeStruct((WORDS, 1024), jnp.bfloat16)}
+        state = jb.create_state(params, tx, mesh)
+
+        def loss_fn(params, batch, keys):
+            x = params["words"][batch.features["tokens"]]
+            heads = x.reshape(*x.shape[:2], HEADS, -1)
+            ids = batch.segment_ids["tokens"]
+            mixed = jb.segment_attention(heads, heads, heads, ids, is_causal=True)
+            losses = jnp.square(mixed.astype(jnp.float32)).mean((2, 3))
+            return jnp.sum(losses, where=batch.mask), batch.num_tokens
+
+        step = jb.make_train_step(loss_fn, tx, mesh)
+        steps = jb.compile_steps(step, state, specs, progress=False)
+    reports = {report.label: report for report in steps.report.programs}
+    for bucket, executable in steps.items():
+        # Forward, and for the gradients of the queries and of keys and values.
+        assert executable.as_text().count("tpu_custom_call") == 3
+        is_cut = "all-to-all" in reports[str(bucket)].collectives
+        assert is_cut == (bucket.batch_size < 8)
 
 
 @SLOW
