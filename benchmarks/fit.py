@@ -143,7 +143,8 @@ def make_recipe(layer: Layer, dtype: Any, devices: Any) -> Callable[..., Any]:
     def forward(params: Any, batch: jb.Batch) -> jax.Array:
         x = params["words"][batch.features["tokens"]].astype(dtype)
         for number in range(LAYERS):
-            x = layer(jax.tree.map(lambda p: p[number], params["layers"]), x, batch)
+            of_layer = {name: value[number] for name, value in params["layers"].items()}
+            x = layer(of_layer, x, batch)
         return x @ params["words"].T.astype(dtype)
 
     def loss_fn(params: Any, batch: jb.Batch, keys: Any) -> tuple[Any, Any]:

@@ -117,6 +117,16 @@ def test_the_commands_of_the_page_on_planning_run(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_the_commands_of_the_page_on_batch_sizes_run(tmp_path):
+    times = '{"[64,64]":0.05,"[16,256]":0.06,"[8,1024]":0.15,"[8,64]":0.01}'
+    assert times in PAGES["batch_sizes"]
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "times.json").write_text(times)
+    commands = run_commands("batch_sizes", tmp_path)
+    assert commands == ["fit", "measure", "plan", "precompile", "plan"]
+
+
+@pytest.mark.exhaustive
 def test_the_commands_of_the_page_on_several_lengths_run(tmp_path):
     pairs = [{"en": "a" * n, "de": "b" * (n + 9)} for n in range(20, 140)]
     (tmp_path / "examples").mkdir()

@@ -20,7 +20,8 @@ from jaxbucket.cli.output import atomic_write, check_outputs, show
 
 
 def _seq_lens(context: click.Context, option: click.Parameter, text: str) -> list[int]:
-    return [POSITIVE.convert(x.strip(), option, context) for x in text.split(",")]
+    parts: list[Any] = text.split(",")
+    return [POSITIVE.convert(x.strip(), option, context) for x in parts]
 
 
 @click.command()

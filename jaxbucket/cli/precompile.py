@@ -103,8 +103,8 @@ def precompile(
         click.echo(f"{name}: {error}", err=True)
     for name in above:
         click.echo(
-            f"{name} needs {_missing(peaks[name], limit or 0)}. Find a --max-tokens that "
-            "fits with `jaxbucket fit`, or increase --memory-gb.",
+            f"{name} needs {_missing(peaks[name], limit or 0)}. Find a --max-tokens "
+            "that fits with `jaxbucket fit`, or increase --memory-gb.",
             err=True,
         )
     for name in not_kept:

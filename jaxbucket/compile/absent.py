@@ -80,7 +80,8 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
       ModuleNotFoundError: if the compiler of the platform is not installed, or not in
         the version that this version of jax needs.
     """
-    platform, name, options = _described(topology, check_positive("num_slices", num_slices))
+    check_positive("num_slices", num_slices)
+    platform, name, options = _described(topology, num_slices)
     if platform == "tpu":
         for variable, value in _TPU_VARIABLES.items():
             os.environ.setdefault(variable, value)
@@ -172,8 +173,7 @@ def _check_compiler(platform: str) -> None:
     pinned = re.search(rf"{package}\S*?[=>]=(\d+(?:\.\d+)*)", requirements)
     version = pinned[1] if pinned else ""
     # The pin may leave out the last number.
-    fits = installed is not None and f"{installed}.".startswith(version and f"{version}.")
-    if not fits:
+    if installed is None or not f"{installed}.".startswith(version and f"{version}."):
         raise ModuleNotFoundError(
             f"jax {jax.__version__} needs {needed}, in version {version}; installed is "
             f"{installed or 'none'}. pip install 'jaxbucket[{extra}]'."

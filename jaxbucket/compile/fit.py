@@ -245,7 +245,8 @@ class _Search:
         if self._is_from_above and high < math.inf:
             # Close to the limit, programs need less than those far above it predict.
             target = max(predicted, low)
-            following = max(2 * target, 1) if high > 4 * target else (high + target) // 2
+            is_far = high > 4 * target
+            following = 2 * target if is_far else (high + target) // 2
             following = max(following, target + 1)
         else:
             # If the prediction is right, this does not fit, and the one before does.

@@ -61,7 +61,7 @@ def explain_out_of_memory(
     if not is_lost:
         state = "The state is intact: save a checkpoint before you stop."
     error.add_note(
-        f"Memory was exhausted by the program of {label}{needs} on each device, besides "
-        f"batches that wait and anything else in memory. {state} Then plan with a "
-        "smaller `max_tokens` for this T: `jaxbucket fit` finds the largest that fits."
+        f"Memory was exhausted by the program of {label}{needs} on each device, "
+        f"besides batches that wait and anything else in memory. {state} Then plan "
+        "with a smaller `max_tokens` for this T: `jaxbucket fit` finds the largest."
     )

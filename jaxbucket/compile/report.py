@@ -206,10 +206,8 @@ class CompileReport(Record):
         for kind in kinds:
             table.add_column(kind, justify="right", no_wrap=True)
         for p in self.programs:
-            found = [p.collectives.get(kind) for kind in kinds]
-            table.add_row(
-                Text(f"{p.name} {p.label}"), *(_collective(x) if x else "" for x in found)
-            )
+            cells = [_collective(p.collectives.get(kind)) for kind in kinds]
+            table.add_row(Text(f"{p.name} {p.label}"), *cells)
         return table
 
 
@@ -230,7 +228,9 @@ def _new_table(caption: str) -> Any:
     return table
 
 
-def _collective(found: Collective) -> str:
+def _collective(found: Collective | None) -> str:
+    if found is None:
+        return ""
     more = "+" if found["is_lower_bound"] else ""
     return f"{found['count']}{more}: {_megabytes(found['bytes'])}{more}"
 

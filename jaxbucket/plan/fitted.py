@@ -1,4 +1,4 @@
-"""The batch sizes that fit into memory, measured for some T, as the budget of a plan."""
+"""Batch sizes that fit into memory, found for some T, as the budget of a plan."""
 
 from __future__ import annotations
 
