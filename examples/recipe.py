@@ -80,7 +80,7 @@ def make_steps(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Any, 
     """Returns the state before the first step, the train step and the eval step."""
     tx = make_optimizer(warmup_cosine_schedule(args.lr, args.steps))
     model = Transformer(args.width, args.layers, 0.0, nnx.Rngs(args.seed))
-    sharding = jb.sharding.fully_sharded if args.fsdp else None
+    sharding = jb.sharding.fully_sharded(mesh) if args.fsdp else None
     state = jb.create_state(model, tx, mesh, sharding=sharding)
     state_sharding = jax.tree.map(lambda x: x.sharding, state)
     train_step = jb.make_train_step(

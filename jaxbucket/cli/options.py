@@ -257,17 +257,16 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def _budget(text: str) -> Any:
     """Returns the value of `--max-tokens`, an integer or a function."""
+    with contextlib.suppress(ValueError):
+        return int(text)
     if os.path.isfile(text):
-        return FittedBatchSizes.load(text).max_tokens
+        return FittedBatchSizes.load(text)
     if ":" in text:
         return load_function(text)
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(
-            f"`max_tokens={text}`: pass an integer without commas, module:function, or "
-            "the file of `jaxbucket fit -o`."
-        ) from None
+    raise ValueError(
+        f"`max_tokens={text}`: pass an integer without commas, module:function, or a "
+        "file of `jaxbucket fit -o` that exists."
+    )
 
 
 def _cost_fn(

@@ -17,6 +17,7 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
+from jaxbucket.plan.fitted import in_units
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -87,24 +88,27 @@ def precompile(
             executables_key=key,
             workers=workers,
         )
+        device = default_devices()[0]
         limit = memory_gb and memory_gb * 1e9
-        if topology and limit is None:
-            limit = memory_limit(default_devices()[0])
-    peaks = {f"{p.name} {p.label}": p.peak_bytes for p in done.report.programs}
+        if limit is None and device.platform != "tpu":
+            limit = memory_limit(device)
+    programs = done.report.programs
     # Memory that is unknown is above any limit.
-    above = [x for x, peak in peaks.items() if limit and limit < (peak or math.inf)]
-    not_kept = [
-        f"{p.name} {p.label}" for p in done.report.programs if cache and not p.file
-    ]
-    checked = {"cache": cache and str(cache), "above": above, "not_kept": not_kept}
+    above = [p for p in programs if limit and limit < (p.peak_bytes or math.inf)]
+    not_kept = [f"{p.name} {p.label}" for p in programs if cache and not p.file]
+    checked = {
+        "cache": cache and str(cache),
+        "above": [f"{p.name} {p.label}" for p in above],
+        "not_kept": not_kept,
+    }
     if processes.index == 0:
         show(as_json, checked | done.to_dict(), done.report)
     for name, error in done.failures.items():
         click.echo(f"{name}: {error}", err=True)
-    for name in above:
+    for p in above:
         click.echo(
-            f"{name} needs {_missing(peaks[name], limit or 0)}. Find a --max-tokens "
-            "that fits with `jaxbucket fit`, or increase --memory-gb.",
+            f"{p.name} {p.label} needs {_missing(p.peak_bytes, limit or 0)}. Find a "
+            "--max-tokens that fits with `jaxbucket fit`, or increase --memory-gb.",
             err=True,
         )
     for name in not_kept:
@@ -120,5 +124,5 @@ def _missing(peak: int | None, limit: float) -> str:
     """Returns how much memory a program needs, and what it lacks."""
     if peak is None:
         return "an unknown amount of memory"
-    missing = (peak - limit) / 1e9
-    return f"{peak / 1e9:.4g} GB, {missing:.3g} GB more than {limit / 1e9:.4g} GB"
+    more = in_units(peak - limit)
+    return f"{in_units(peak)}, {more} more than {in_units(limit)}"

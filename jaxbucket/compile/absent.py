@@ -8,7 +8,6 @@ such devices, so states and batches consist of shapes, dtypes and shardings.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import importlib.metadata
 import os
 import re
@@ -24,7 +23,7 @@ from jaxbucket.compile.gpu_targets import GPUS
 Device: TypeAlias = jax.Device  # pyright: ignore
 
 # What can be rented: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SMALL_TORI = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 # TPU -> its layouts; or of 3-D tori, the largest number of chips.
 _TPUS: dict[str, tuple[str, ...] | int] = {
@@ -32,6 +31,13 @@ _TPUS: dict[str, tuple[str, ...] | int] = {
     "v5p": 6144,
     "v6e": _FLAT,
     "tpu7x": 9216,
+}
+# Kind of device -> GiB that XLA lets programs use.
+_TPU_MEMORY = {
+    "TPU v5 lite": 15.75,
+    "TPU v5": 95.74,
+    "TPU v6 lite": 31.25,
+    "TPU7x": 94.75,
 }
 # Read when libtpu is loaded. Without them it asks a server of Google Cloud what it runs
 # on, and refuses to be loaded by a second process.
@@ -43,8 +49,8 @@ _TPU_VARIABLES = {
 }
 # Platform -> the package of its compiler, and the extra that installs it.
 _COMPILERS = {"tpu": ("libtpu", "tpu"), "cuda": ("jax-cuda13-plugin", "gpu-plan")}
-_devices: contextvars.ContextVar[Sequence[Device] | None]
-_devices = contextvars.ContextVar("absent_devices", default=None)
+# Those of the innermost `absent_devices`, in all threads.
+_absent: list[Sequence[Device]] = []
 
 
 @contextlib.contextmanager
@@ -82,9 +88,6 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
     """
     check_positive("num_slices", num_slices)
     platform, name, options = _described(topology, num_slices)
-    if platform == "tpu":
-        for variable, value in _TPU_VARIABLES.items():
-            os.environ.setdefault(variable, value)
     _check_compiler(platform)
     if not jax.config.jax_platforms:  # pyright: ignore
         # Otherwise jax looks for drivers, and takes the devices that are there.
@@ -95,17 +98,23 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
             f"`topology={topology!r}` is for absent devices, but this process uses a "
             f"{real.device_kind}. Set JAX_PLATFORMS=cpu to plan on this machine."
         )
-    devices = get_topology_desc(name, platform, **options).devices
-    token = _devices.set(devices)
+    added = {x: y for x, y in _TPU_VARIABLES.items() if x not in os.environ}
+    os.environ.update(added)
     try:
-        yield list(devices)
+        _absent.append(get_topology_desc(name, platform, **options).devices)
     finally:
-        _devices.reset(token)
+        # Processes that this one starts may use TPUs.
+        for variable in added:
+            del os.environ[variable]
+    try:
+        yield list(_absent[-1])
+    finally:
+        _absent.pop()
 
 
 def default_devices() -> Sequence[Device]:
     """Returns the devices of `absent_devices`, or all devices of all processes."""
-    return _devices.get() or jax.devices()
+    return _absent[-1] if _absent else jax.devices()
 
 
 def are_absent(devices: Any) -> bool:
@@ -119,29 +128,31 @@ def are_absent(devices: Any) -> bool:
 
 
 def memory_limit(device: Device) -> int | None:
-    """Returns the bytes of a device that programs may use; None if unknown.
+    """Returns the bytes of a device that programs may use; None if unknown, as of CPUs.
 
-    Of a GPU, jax uses three quarters, or the part XLA_PYTHON_CLIENT_MEM_FRACTION. It is
-    unknown for CPUs, and for absent TPUs, whose compiler refuses what does not fit.
+    Of a GPU, jax uses three quarters, or the part XLA_PYTHON_CLIENT_MEM_FRACTION.
     """
-    for gpu in GPUS.values():
-        if gpu.name == device.device_kind and are_absent([device]):
-            part = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
-            return int(part * gpu.memory_bytes)
-    statistics = None if are_absent([device]) else device.memory_stats()
-    return (statistics or {}).get("bytes_limit")
+    if not are_absent([device]):
+        return (device.memory_stats() or {}).get("bytes_limit")
+    if device.device_kind in _TPU_MEMORY:
+        return int(_TPU_MEMORY[device.device_kind] * 2**30)
+    part = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
+    sizes = {gpu.name: int(part * gpu.memory_bytes) for gpu in GPUS.values()}
+    return sizes.get(device.device_kind)
 
 
 def _described(topology: str, num_slices: int) -> tuple[str, str, dict[str, Any]]:
     """Returns the platform, the name and the options of a topology for jax."""
-    kind, _, layout = str(topology).partition(":")
+    kind, _, layout = str(topology).lower().partition(":")
     sizes = [int(x) if x.isdecimal() else 0 for x in layout.split("x")]
     if kind in GPUS and len(sizes) == 3 and all(sizes) and num_slices == 1:
         options = {"topology": layout, "target_config": GPUS[kind].target_config()}
         return "cuda", kind, options
     if kind in _TPUS and _exists(_TPUS[kind], layout, sizes):
-        options = {"num_slices": num_slices} if num_slices > 1 else {}
-        return "tpu", topology, options
+        options: dict[str, Any] = {"num_slices": num_slices} if num_slices > 1 else {}
+        if layout == "1x1":
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        return "tpu", f"{kind}:{layout}", options
     raise ValueError(
         f"`topology={topology!r}` with {num_slices} slice{'s' * (num_slices > 1)} does "
         f"not exist. Pass one such as 'v5e:4x4' ({', '.join(_FLAT)} of v5e and v6e), "

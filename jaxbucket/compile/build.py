@@ -172,7 +172,7 @@ class Build:
             report = dataclasses.replace(
                 report,
                 compile_seconds=time.perf_counter() - start,
-                **costs_of(executable, devices_of(program.args)),
+                **costs_of(executable, program.args, devices_of(program.args)),
             )
             if self._files is not None and path is not None:
                 report = self._files.save(path, lowered, executable, report)

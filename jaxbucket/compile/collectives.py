@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import re
 from typing import Any, TypedDict
 
@@ -45,7 +46,7 @@ def count_collectives(text: str) -> dict[str, Collective]:
     """Returns kind -> the collectives of that kind, such as "all-reduce".
 
     The body of a loop counts once per iteration if the compiler knows their number,
-    and a conditional as the sum of its branches.
+    and a conditional as the largest of its branches.
 
     Example:
       >>> text = '''
@@ -70,9 +71,11 @@ def count_collectives(text: str) -> dict[str, Collective]:
         elif name:
             lines[name].append(line)
 
+    empty: collections.Counter[tuple[str, str]] = collections.Counter()
+
     @functools.cache
     def counted(computation: str) -> collections.Counter[tuple[str, str]]:
-        total: collections.Counter[tuple[str, str]] = collections.Counter()
+        total = empty.copy()
         for line in lines[computation]:
             instruction = _INSTRUCTION.match(line)
             if instruction is None:
@@ -86,8 +89,9 @@ def count_collectives(text: str) -> dict[str, Collective]:
             # The other parts of an asynchronous operation name it again.
             if operation.endswith(("-done", "-update")):
                 continue
-            for inner in map(counted, _called(line)):
-                _add(total, inner, line, is_loop=operation == "while")
+            # Of branches, the largest; most instructions call a single computation.
+            inner = functools.reduce(operator.or_, map(counted, _called(line)), empty)
+            _add(total, inner, line, is_loop=operation == "while")
         return total
 
     total = counted(entry)

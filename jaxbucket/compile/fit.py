@@ -14,8 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
@@ -24,13 +22,18 @@ from jaxbucket.compile.absent import default_devices, memory_limit
 from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.memory import is_out_of_memory, refused_bytes
 from jaxbucket.compile.recipes import call_recipe
+from jaxbucket.compile.report import ProgramReport, shard_bytes
 from jaxbucket.compile.steps import compile_with
-from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes
+from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes, in_units
 
 # Tokens on each device of the first program for TPUs, which should be refused.
 _MANY_TOKENS = 2**24
 # How far a search goes beyond what it knows.
 _GROWTH = 16
+# XLA for TPUs prints three or four digits.
+_ROUNDING = 1.001
+# More positions of a batch on each device than anybody needs.
+_MOST_TOKENS = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +45,14 @@ class _Result:
       num_bytes: what it needs on each device; None if unknown.
       argument_bytes: the part of its arguments, mostly of the state.
       available: the memory of which the compiler says that the program exceeds it.
+      error: with which the compiler refused it.
     """
 
     fits: bool
     num_bytes: int | None
     argument_bytes: int = 0
     available: int | None = None
-    is_refused: bool = False
+    error: Exception | None = None
 
 
 def fit_batch_sizes(
@@ -68,7 +72,7 @@ def fit_batch_sizes(
     outputs that are not donated and temporary buffers are compared with the limit.
 
     Example: the largest batches of 16 and of 64 tokens in 200 kB.
-      >>> import numpy as np
+      >>> import jax, numpy as np
       >>> import jaxbucket as jb
       >>> def recipe(plan):
       ...     mesh = jb.data_mesh(jax.devices()[:1])
@@ -79,7 +83,7 @@ def fit_batch_sizes(
       ...     recipe, [16, 64], batch_size_multiple=8, memory_bytes=200_000,
       ...     progress=False,
       ... )
-      <FittedBatchSizes: [1560, 16], [384, 64]>
+      <FittedBatchSizes: [776, 16], [192, 64]>
 
     Args:
       recipe: called with a plan and the arguments; returns `(step_fn, state, specs)`,
@@ -98,7 +102,7 @@ def fit_batch_sizes(
       progress: whether to show a progress bar on a terminal.
 
     Returns:
-      The batch sizes, whose `max_tokens` is a budget for `plan_buckets`.
+      The batch sizes, which are a `max_tokens` for `plan_buckets`.
 
     Raises:
       ValueError: if the limit is unknown, an argument is out of range, or nothing fits.
@@ -107,16 +111,15 @@ def fit_batch_sizes(
     """
     devices = default_devices()
     limit = _checked_limit(memory_bytes, margin, devices[0])
-    is_tpu = devices[0].platform == "tpu"
     multiples = len(devices) if batch_size_multiple is None else batch_size_multiple
-    if not len(seq_lens):
-        raise ValueError("`seq_lens` is empty. Pass the T to fit.")
+    if isinstance(seq_lens, int) or not len(seq_lens):
+        raise ValueError(f"`seq_lens={seq_lens!r}`: pass one T or more, in a list.")
     searches: dict[int, _Search] = {}
     for seq_len in sorted({check_positive("seq_lens", x) for x in seq_lens}):
         multiple = multiples(seq_len) if callable(multiples) else multiples
         check_positive("batch_size_multiple", multiple)
         many = math.ceil(_MANY_TOKENS * len(devices) / (seq_len * multiple))
-        searches[seq_len] = _Search(multiple, limit, is_tpu, many if is_tpu else 1)
+        searches[seq_len] = _Search(multiple, limit, many if limit is None else 1)
     options = CompileOptions(workers, progress=False, keep_going=True)
     steps: Mapping[str, Any] = {}
     with progress_bar(progress) as bar:
@@ -126,6 +129,7 @@ def fit_batch_sizes(
             if not shapes:
                 break
             plan = BucketPlan.from_shapes(shapes)
+            _check_is_reached(plan, len(devices))
             # Called again for each round, so that only one state is in memory.
             steps = call_recipe(recipe, plan, arguments)
             results = _compile(steps, plan, options, limit)
@@ -134,7 +138,9 @@ def fit_batch_sizes(
                 bar.advance(task)
     sizes = [search.fitted(seq_len) for seq_len, search in searches.items()]
     if not any(size.batch_size for size in sizes):
-        raise _nothing_fits(sizes[0], steps, limit)
+        raise _nothing_fits(sizes[0], steps, limit) from searches[
+            sizes[0].seq_len
+        ].error
     return FittedBatchSizes(tuple(sizes), limit)
 
 
@@ -143,17 +149,28 @@ def _checked_limit(
 ) -> int | None:
     """Returns the bytes that programs may use, or None for what XLA accepts."""
     margin = check_float("margin", margin, least=0.0, most=0.99)
-    if memory_bytes is None:
-        memory_bytes = memory_limit(device)
-    else:
+    if memory_bytes is not None:
         memory_bytes = check_float("memory_bytes", memory_bytes)
-    is_tpu = device.platform == "tpu"
-    if memory_bytes is None and (margin or not is_tpu):
+    elif device.platform == "tpu" and not margin:
+        return None
+    else:
+        memory_bytes = memory_limit(device)
+    if memory_bytes is None:
         raise ValueError(
             f"The memory of a {device.device_kind} is unknown. Pass `memory_bytes` "
             "(`--memory-gb`)."
         )
-    return None if memory_bytes is None else int(memory_bytes * (1 - margin))
+    return int(memory_bytes * (1 - margin))
+
+
+def _check_is_reached(plan: BucketPlan, num_devices: int) -> None:
+    """Raises a ValueError if batches become absurd before memory ends."""
+    for bucket in plan.buckets:
+        if bucket.num_tokens > _MOST_TOKENS * num_devices:
+            raise ValueError(
+                f"Even {bucket} does not need the memory that `memory_bytes` allows. "
+                "Pass a smaller one, or check that the step uses its batch."
+            )
 
 
 def _compile(
@@ -170,22 +187,32 @@ def _compile(
             continue
         compiled = compile_with(options, step_fn, state, specs)
         reports = {p.label: p for p in compiled.report.programs}
-        for label, error in compiled.failures.items():
-            if not is_out_of_memory(error) or label not in specs:
-                raise error
+        found = {
+            label: _result(reports.get(str(label)), compiled.failures.get(label), limit)
+            for label in [*reports, *compiled.failures]
+            if label not in map(str, specs)
+        }
         for bucket in specs:
-            error = compiled.failures.get(bucket)
-            if error is not None:
-                needed, available = refused_bytes(error) or (None, None)
-                result = _Result(False, needed, available=available, is_refused=True)
-            else:
-                report = reports[str(bucket)]
-                peak = report.peak_bytes
-                # Memory that is unknown is above any limit.
-                fits = limit is None or (math.inf if peak is None else peak) <= limit
-                result = _Result(fits, peak, report.argument_bytes or 0)
-            results[bucket] = _larger(results.get(bucket), result)
+            # Phases, such as the update after micro-batches, are part of every step.
+            report, error = reports.get(str(bucket)), compiled.failures.get(bucket)
+            for result in [_result(report, error, limit), *found.values()]:
+                results[bucket] = _larger(results.get(bucket), result)
     return results
+
+
+def _result(
+    report: ProgramReport | None, error: Exception | None, limit: int | None
+) -> _Result:
+    """Returns what a report says of a program, or the error of compiling it."""
+    if report is not None:
+        peak = report.peak_bytes
+        # Memory that is unknown is above any limit.
+        fits = limit is None or (math.inf if peak is None else peak) <= limit
+        return _Result(fits, peak, report.argument_bytes or 0)
+    if error is None or not is_out_of_memory(error):
+        raise error or ValueError("A program was not compiled.")
+    needed, available = refused_bytes(error) or (None, None)
+    return _Result(False, needed, available=available, error=error)
 
 
 def _larger(one: _Result | None, other: _Result) -> _Result:
@@ -198,34 +225,44 @@ def _larger(one: _Result | None, other: _Result) -> _Result:
 class _Search:
     """The search for the largest B of one T, counted in multiples.
 
+    It is a secant search between the largest count that is known to fit and the
+    smallest that is known not to, and halves this interval if that does not.
+
     Args:
       multiple: B is a multiple of this number.
       limit: the bytes that programs may use; None for what the compiler accepts.
-      is_from_above: whether programs that do not fit are cheap, so that the search
-        avoids others.
       first: the first count to try.
     """
 
-    def __init__(
-        self, multiple: int, limit: int | None, is_from_above: bool, first: int
-    ):
-        self._multiple = multiple
+    def __init__(self, multiple: int, limit: int | None, first: int):
+        self.multiple = multiple
+        # Programs that are refused are cheap, so that the search avoids others.
+        self._is_from_above = limit is None
         self._limit = limit
-        self._is_from_above = is_from_above
         self._first = first
         self._results: dict[int, _Result] = {}
         # The largest count that fits, and the smallest that does not.
         self._low, self._high = 0, math.inf
+        # Rounds since the interval was halved last, and the width that it then had.
+        self._stalled, self._width = 0, math.inf
 
     def add(self, batch_size: int, result: _Result) -> None:
         """Adds what is known of a program."""
-        count = batch_size // self._multiple
+        count = batch_size // self.multiple
         self._results[count] = result
         if result.fits:
             self._low = max(self._low, count)
         else:
             self._high = min(self._high, count)
             self._limit = self._limit or result.available
+        self._stalled += 1
+        if self._high - self._low <= self._width / 2:
+            self._stalled, self._width = 0, self._high - self._low
+
+    @property
+    def error(self) -> Exception | None:
+        """The error with which the smallest batch that does not fit was refused."""
+        return self._results[int(self._high)].error
 
     @property
     def ends(self) -> bool:
@@ -235,57 +272,86 @@ class _Search:
     @property
     def next_batch_size(self) -> int:
         """The B to compile next."""
-        return self._next_count() * self._multiple
-
-    def _next_count(self) -> int:
         if not self._results:
-            return self._first
-        low, high = self._low, self._high
-        predicted, is_rough = self._predicted()
-        if self._is_from_above and high < math.inf:
-            # Close to the limit, programs need less than those far above it predict.
-            target = max(predicted, low)
-            is_far = high > 4 * target
-            following = 2 * target if is_far else (high + target) // 2
-            following = max(following, target + 1)
+            return self._first * self.multiple
+        if self._high == math.inf:
+            count = self._beyond()
+        elif self._is_from_above:
+            count = self._from_above()
+        else:
+            count = self._between()
+        return int(min(max(count, self._low + 1), self._high - 1)) * self.multiple
+
+    def _beyond(self) -> float:
+        """Returns a count that should not fit, if all before have."""
+        low = self._low
+        if len(self._results) == 1:
+            predicted = self._crossing((0, self._base), (low, self._bytes(low)))
         else:
             # If the prediction is right, this does not fit, and the one before does.
-            following = predicted + (not is_rough)
-        most = high - 1 if high < math.inf else _GROWTH * max(low, 1)
-        return int(min(max(following, low + 1), most))
+            one, other = ((x, self._bytes(x)) for x in sorted(self._results)[-2:])
+            predicted = 1 + self._crossing(one, other)
+        # A prediction that was too low, again and again, is not to be trusted.
+        least = low + (low >> max(0, 6 - len(self._results)))
+        return min(max(predicted, least), _GROWTH * low)
 
-    def _predicted(self) -> tuple[int, bool]:
-        """Returns the predicted answer, and whether it comes from a single program."""
-        points = [
+    def _between(self) -> float:
+        """Returns a count between one that fits and one that does not."""
+        low, high = self._low, self._high
+        middle = (low + high) // 2
+        one = low, self._bytes(low) if low else self._base
+        # The secant may leave one of the ends where it is.
+        if self._stalled > 1:
+            return middle
+        return 1 + self._crossing(one, (high, self._bytes(high)), middle)
+
+    def _from_above(self) -> float:
+        """Returns a count that should not fit, closer to the limit."""
+        low, high = self._low, self._high
+        # Digits that the compiler leaves out make programs near the limit look alike.
+        refused = [
             (count, result.num_bytes)
-            for count, result in self._results.items()
-            # What TPUs' compiler accepts was changed to fit.
-            if result.num_bytes and not (self._is_from_above and result.fits)
-        ]
-        if self._limit is None or not points:
-            return _GROWTH * self._low, True
-        limit = self._limit
-        points.sort(key=lambda point: abs(point[1] - limit))
-        (count, needed), *others = points
-        base = self._results[count].argument_bytes
-        other_count, other = others[0] if others else (0, base)
-        slope = (needed - other) / (count - other_count)
-        if slope <= 0:
-            # Rounded to the same value, or another choice of the compiler.
-            slope = (needed - base) / count
-        return max(0, math.floor(count + (limit - needed) / slope)), not others
+            for count, result in sorted(self._results.items())
+            if result.num_bytes and not result.fits
+            if result.num_bytes > (self._limit or 0) * _ROUNDING
+        ][:2]
+        if not refused or (low and self._stalled > 3):
+            return (low + high) // 2
+        one, other = refused if len(refused) > 1 else [(0, 0), *refused]
+        # Close to the limit, programs need less than those far above it predict.
+        target = max(self._crossing(one, other, 0), low)
+        if high > 4 * target:
+            return max(2 * target, 1)
+        # Longer and longer steps, if the prediction stays ahead of all programs.
+        return min((high + target) // 2, high - (1 << self._stalled) // 4)
+
+    def _crossing(self, one: Any, other: Any, default: float = math.inf) -> float:
+        """Returns the largest count that should fit, by two counts and their bytes."""
+        (count, size), (next_count, next_size) = one, other
+        if None in (size, next_size, self._limit) or next_size <= size:
+            return default
+        slope = (next_size - size) / (next_count - count)
+        return max(0, math.floor(count + (self._limit - size) / slope))
+
+    def _bytes(self, count: float) -> int | None:
+        return self._results[int(count)].num_bytes
+
+    @property
+    def _base(self) -> int:
+        """What programs without rows would need at least: the state."""
+        return min(result.argument_bytes for result in self._results.values())
 
     def fitted(self, seq_len: int) -> FittedBatchSize:
         """Returns the answer."""
         low, high = self._low, int(self._high)
         results = self._results.values()
-        num_refused = sum(result.is_refused for result in results)
+        num_refused = sum(result.error is not None for result in results)
         return FittedBatchSize(
             seq_len,
-            low * self._multiple,
-            (self._results[low].num_bytes or 0) if low else 0,
-            high * self._multiple,
-            self._results[high].num_bytes,
+            low * self.multiple,
+            (self._bytes(low) or 0) if low else 0,
+            high * self.multiple,
+            self._bytes(high),
             len(results) - num_refused,
             num_refused,
         )
@@ -294,21 +360,12 @@ class _Search:
 def _nothing_fits(
     size: FittedBatchSize, steps: Mapping[str, Any], limit: int | None
 ) -> ValueError:
-    state = max(map(_state_bytes, (state for _, state, _ in steps.values())))
-    limited = "what the compiler accepts" if limit is None else f"{limit / 1e9:.4g} GB"
-    needed = "more" if size.next_bytes is None else f"{size.next_bytes / 1e9:.4g} GB"
+    state = max(shard_bytes(state) for _, state, _ in steps.values())
+    limited = "what the compiler accepts" if limit is None else in_units(limit)
+    needed = "more" if size.next_bytes is None else in_units(size.next_bytes)
     return ValueError(
         f"No batch fits in {limited}: even [{size.next_batch_size}, {size.seq_len}] "
-        f"needs {needed} on each device, {state / 1e9:.4g} GB of it for the state. Use "
+        f"needs {needed} on each device, {in_units(state)} of it for the state. Use "
         "more memory, shorter `seq_lens`, a smaller `batch_size_multiple` or model, or "
         "shard the state (`jb.sharding.fully_sharded`)."
-    )
-
-
-def _state_bytes(state: Any) -> int:
-    """Returns the size of a state on each device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-        if hasattr(leaf, "sharding")
     )

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
+
+# XLA's `GpuTargetConfigProto`, as text.
+_TARGET_CONFIG = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_bytes}
+  shared_memory_per_block_optin: {optin_bytes}
+  threads_per_core_limit: 2048
+  core_count: {num_cores}
+  fpus_per_core: {num_fpus}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2_bytes}
+  clock_rate_ghz: {clock_ghz}
+  device_memory_size: {memory_bytes}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {compute_capability} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
 
 
-@dataclasses.dataclass(frozen=True)
-class GpuTarget:
-    """The properties of a GPU that the compiler uses.
+class GpuTarget(NamedTuple):
+    """The properties of a GPU that differ between models.
 
-    Attributes:
-      name: as `device.device_kind` shows it.
-      compute_capability: major version of the instruction set.
-      num_cores: the number of streaming multiprocessors.
-      num_fpus: float32 units of each.
-      memory_bytes: size of the memory.
-      bandwidth: bytes per second of the memory.
-      l2_bytes: size of the L2 cache.
-      clock_ghz: the highest clock rate, in GHz.
-      shared_bytes: shared memory of each multiprocessor; a block can use 1,024 fewer.
+    A core is a streaming multiprocessor, and `num_fpus` counts the float32 units of
+    each. The bandwidth is in bytes per second. Shared memory is that of a core.
     """
 
     name: str
@@ -32,32 +50,10 @@ class GpuTarget:
     shared_bytes: int
 
     def target_config(self) -> str:
-        """Returns XLA's `GpuTargetConfigProto` as text."""
-        return f"""
-            gpu_device_info {{
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              shared_memory_per_block: 49152
-              shared_memory_per_core: {self.shared_bytes}
-              shared_memory_per_block_optin: {self.shared_bytes - 1024}
-              threads_per_core_limit: 2048
-              core_count: {self.num_cores}
-              fpus_per_core: {self.num_fpus}
-              block_dim_limit_x: 2147483647
-              block_dim_limit_y: 65535
-              block_dim_limit_z: 65535
-              memory_bandwidth: {self.bandwidth}
-              l2_cache_size: {self.l2_bytes}
-              clock_rate_ghz: {self.clock_ghz}
-              device_memory_size: {self.memory_bytes}
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
-              cuda_compute_capability {{ major: {self.compute_capability} }}
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 10 }}
-            device_description_str: "{self.name}"
-        """
+        """Returns XLA's description of the GPU."""
+        # A block may use all shared memory but 1,024 bytes.
+        optin = self.shared_bytes - 1024
+        return _TARGET_CONFIG.format(**self._asdict(), optin_bytes=optin)
 
 
 # From NVIDIA's data sheets, and the attributes that the driver reports.

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxbucket.plan.fitted import in_units
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
 # How XLA for TPUs refuses a program: before it tries to save memory, and after.
@@ -17,9 +19,11 @@ _REFUSALS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether jax raised an error because memory is exhausted."""
+    """Whether jax raised an error because the memory of a device is exhausted."""
+    text = str(error)
     is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
-    return is_of_jax and "RESOURCE_EXHAUSTED" in str(error)
+    # The memory of a core, in which the blocks of a kernel have to be, is another.
+    return is_of_jax and "RESOURCE_EXHAUSTED" in text and "vmem" not in text.lower()
 
 
 def refused_bytes(error: BaseException) -> tuple[int, int] | None:
@@ -50,10 +54,11 @@ def explain_out_of_memory(
       error: the error of an executable.
       label: the bucket or phase.
       peak_bytes: the memory that its program needs on each device, if known.
-      args: the arguments of the executable, the first of which is the state.
+      args: the arguments of the executable, the first of which is the state; None if
+        later steps have donated it.
     """
-    needs = "" if peak_bytes is None else f", which needs {peak_bytes / 1e9:.4g} GB"
-    is_lost = any(
+    needs = "" if peak_bytes is None else f", which needs {in_units(peak_bytes)}"
+    is_lost = args is None or any(
         isinstance(leaf, jax.Array) and leaf.is_deleted()
         for leaf in jax.tree.leaves(args[:1])
     )

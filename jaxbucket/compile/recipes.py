@@ -19,7 +19,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
 from jaxbucket.compile.absent import are_absent, default_devices
 from jaxbucket.compile.build import CompileOptions
-from jaxbucket.compile.executables import make_writable
+from jaxbucket.compile.executables import devices_of, make_writable
 from jaxbucket.compile.report import CompileReport
 from jaxbucket.compile.steps import compile_with, short
 
@@ -116,7 +116,8 @@ def call_recipe(
     """
     name = f"`{recipe.__module__}:{getattr(recipe, '__qualname__', recipe)}`"
     note = f"The recipe {name} was called with the plan and {list(arguments)}."
-    if are_absent(default_devices()):
+    is_absent = are_absent(default_devices())
+    if is_absent:
         note += (
             " Absent devices hold no arrays: let it use `jb.create_state(..., mesh)`, "
             "`jb.sharding.replicate` or shapes."
@@ -133,6 +134,13 @@ def call_recipe(
             "state, specs), the arguments of `compile_steps`, or a dict of such "
             "triples, with specs from `jb.sharding.batch_specs(plan, example, mesh)` "
             f"for every shape of the plan. Missing are {', '.join(missing) or 'none'}."
+        )
+    others = {*devices_of(specs)} - {*default_devices()} if is_absent else ()
+    if others:
+        raise ValueError(
+            f"The recipe {name} uses {len(others)} devices that are there, not those "
+            "of the topology. Make its mesh of `jb.data_mesh()`, or of the devices "
+            "that `absent_devices` yields."
         )
     return steps
 

@@ -101,7 +101,7 @@ class ProgramReport:
         }
 
 
-def costs_of(executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
+def costs_of(executable: Any, args: Any, devices: Sequence[Any]) -> dict[str, Any]:
     """Returns the fields of a report that only the executable knows.
 
     Bytes are None where the backend reports no value.
@@ -114,11 +114,24 @@ def costs_of(executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
         f"{name}_bytes": getattr(memory, f"{jax_name}_size_in_bytes", None)
         for name, jax_name in _MEMORY.items()
     }
+    if costs["argument_bytes"] is not None:
+        # Arguments that a program does not use, such as the state of the optimizer in
+        # an evaluation, are in memory as well.
+        costs["argument_bytes"] = max(costs["argument_bytes"], shard_bytes(args))
     if devices[0].platform == "tpu":
         costs["hbm_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
     if len(devices) > 1 and hasattr(executable, "as_text"):
         costs["collectives"] = count_collectives(executable.as_text())
     return costs
+
+
+def shard_bytes(tree: Any) -> int:
+    """Returns the size of arrays, or of their shapes, on each device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if hasattr(leaf, "sharding") and leaf.sharding is not None
+    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -161,7 +161,8 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         self.seconds_waited = build.seconds
         self._executables = build.executables
         self._arrays = {bucket: _arrays(spec) for bucket, spec in specs.items()}
-        self._in_flight: collections.deque[jax.Array] = collections.deque()
+        self._in_flight: collections.deque[tuple[Label, jax.Array]]
+        self._in_flight = collections.deque()
 
     def __getitem__(self, bucket: Bucket) -> Any:
         if bucket not in self._arrays:
@@ -231,11 +232,9 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         If memory is exhausted, jax's error has a note that says what to do.
         """
         try:
-            return self._throttle(self._executables[label](*args))
+            result = self._executables[label](*args)
         except jax.errors.JaxRuntimeError as error:
-            if is_out_of_memory(error):
-                peaks = {p.label: p.peak_bytes for p in self.report.programs}
-                explain_out_of_memory(error, label, peaks.get(str(label)), args)
+            self._explain(error, label, args)
             raise
         except (TypeError, ValueError) as error:
             # jax names what differs.
@@ -245,9 +244,11 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
                 f"{error}\nPass one with the same arrays and constants, or compile "
                 f"again. {_FOR_EVALUATION if hint else ''}"
             ) from error
+        self._throttle(label, result)
+        return result
 
-    def _throttle(self, result: Any) -> Any:
-        """Waits for the result of an earlier step, and returns the given result.
+    def _throttle(self, label: Label, result: Any) -> None:
+        """Waits for the result of an earlier step.
 
         This limits how far a loop that never reads its metrics runs ahead of the
         devices. Every pending step keeps its batch in memory; and without a limit, two
@@ -257,12 +258,22 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         leaves = jax.tree.leaves(result)
         if leaves:
             # The state comes first and is donated to the next step; metrics are not.
-            self._in_flight.append(leaves[-1])
+            self._in_flight.append((label, leaves[-1]))
         if len(self._in_flight) > _MAX_IN_FLIGHT:
-            earlier = self._in_flight.popleft()
-            if not earlier.is_deleted():
-                earlier.block_until_ready()
-        return result
+            label, earlier = self._in_flight.popleft()
+            try:
+                if not earlier.is_deleted():
+                    earlier.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                # Later steps have taken its state.
+                self._explain(error, label, None)
+                raise
+
+    def _explain(self, error: Exception, label: Label, args: Any) -> None:
+        """Adds a note to an error of the program of a bucket, if memory has ended."""
+        if is_out_of_memory(error):
+            peaks = {p.label: p.peak_bytes for p in self.report.programs}
+            explain_out_of_memory(error, label, peaks.get(str(label)), args)
 
 
 def _check_arguments(state: Any, specs: Any) -> None:

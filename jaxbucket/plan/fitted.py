@@ -9,11 +9,13 @@ import os
 import pathlib
 from typing import Any
 
+from jaxbucket.base.checks import check_integer, check_positive
+from jaxbucket.base.sizes import Sizes
 from jaxbucket.base.table import Record
 
 _CAPTION = (
-    "B: the largest batch size of this T that fits. memory: GB on each device that its "
-    "program needs. next: the next batch size, which does not fit, and what it needs. "
+    "B: the largest batch size of this T that fits. memory: what its program needs on "
+    "each device. next: the next batch size, which does not fit, and what it needs. "
     "programs: how many were compiled, and how many the compiler refused."
 )
 
@@ -50,9 +52,9 @@ class FittedBatchSizes(Record):
       >>> rows = [FittedBatchSize(128, 64, 9, 72, 11, 3, 1),
       ...         FittedBatchSize(512, 8, 8, 16, 14, 2, 1)]
       >>> fitted = FittedBatchSizes(tuple(rows), 10)
-      >>> fitted.max_tokens(512), fitted.max_tokens(256), fitted.max_tokens(100)
+      >>> fitted(512), fitted(256), fitted(100)
       (4096, 4096, 8192)
-      >>> plan = jb.plan_buckets([100, 250, 500] * 99, max_tokens=fitted.max_tokens,
+      >>> plan = jb.plan_buckets([100, 250, 500] * 99, max_tokens=fitted,
       ...                        num_buckets=3, batch_size_multiple=8)
       >>> [str(bucket) for bucket in plan.buckets]
       ['[56, 100]', '[16, 250]', '[8, 500]']
@@ -66,16 +68,26 @@ class FittedBatchSizes(Record):
     sizes: tuple[FittedBatchSize, ...]
     limit_bytes: int | None
 
-    def max_tokens(self, seq_len: int) -> int:
-        """Returns the number of tokens B * T that fits, for `plan_buckets`.
+    def __post_init__(self):
+        by_seq_len = sorted(self.sizes, key=lambda size: size.seq_len)
+        object.__setattr__(self, "sizes", tuple(by_seq_len))
+
+    def __call__(self, seq_len: int) -> int:
+        """Returns the number of tokens B * T that fits, as `max_tokens`.
 
         Between two T, it is that of the longer one: a token of a shorter row needs no
         more memory, because attention only grows with T. `jaxbucket precompile
         --memory-gb` checks it for a plan.
 
         Raises:
-          ValueError: if `seq_len` is above the longest T that fits.
+          ValueError: if `seq_len` is above the longest T that fits, or consists of
+            several lengths.
         """
+        if isinstance(seq_len, Sizes):
+            raise ValueError(
+                "Batch sizes were fitted for one length, but examples have several: "
+                f"{dict(seq_len)}. Pass `max_tokens` as a number or function."
+            )
         fit = [size for size in self.sizes if size.batch_size]
         place = bisect.bisect_left([size.seq_len for size in fit], seq_len)
         if place == len(fit):
@@ -101,10 +113,13 @@ class FittedBatchSizes(Record):
         try:
             numbers = json.loads(pathlib.Path(path).read_text())
             sizes = tuple(FittedBatchSize(**size) for size in numbers["sizes"])
+            for size in sizes:
+                check_positive("seq_len", size.seq_len)
+                check_integer("batch_size", size.batch_size, least=0)
             return cls(sizes, numbers["limit_bytes"])
         except (ValueError, TypeError, LookupError) as error:
             raise ValueError(
-                f"{path} is not a file of `jaxbucket fit -o`: {error}"
+                f"{path} is not a file of `jaxbucket fit -o`: {error!r}"
             ) from error
 
     def __repr__(self) -> str:
@@ -116,7 +131,7 @@ class FittedBatchSizes(Record):
         from rich import box
         from rich.table import Table
 
-        limit = "XLA's own" if self.limit_bytes is None else _gb(self.limit_bytes)
+        limit = "XLA's own" if self.limit_bytes is None else in_units(self.limit_bytes)
         table = Table(
             box=box.SIMPLE_HEAD,
             caption=f"\n{_CAPTION} Limit: {limit}.",
@@ -129,12 +144,16 @@ class FittedBatchSizes(Record):
             table.add_row(
                 f"{size.seq_len:,}",
                 f"{size.batch_size:,}",
-                _gb(size.num_bytes) if size.batch_size else "",
-                f"{size.next_batch_size:,}: {_gb(size.next_bytes)}",
+                in_units(size.num_bytes) if size.batch_size else "",
+                f"{size.next_batch_size:,}: {in_units(size.next_bytes)}",
                 f"{size.num_compiled} + {size.num_refused}",
             )
         return table
 
 
-def _gb(num_bytes: int | None) -> str:
-    return "unknown" if num_bytes is None else f"{num_bytes / 1e9:.4g} GB"
+def in_units(num_bytes: float | None) -> str:
+    """Returns a size as text, such as "1.5 GB" (1.5e9 bytes)."""
+    if num_bytes is None:
+        return "unknown"
+    gigabytes = num_bytes / 1e9
+    return f"{gigabytes:.4g} GB" if gigabytes >= 0.1 else f"{num_bytes / 1e6:.4g} MB"

@@ -8,7 +8,7 @@ rows cut into equal parts over the last batch axes, the *row axes*.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -255,26 +255,25 @@ def _shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def fully_sharded(leaf: Any, mesh: Mesh) -> NamedSharding:
-    """Returns a sharding of an array over all devices of the mesh.
+def fully_sharded(mesh: Mesh) -> Callable[[tuple[Any, ...], Any], PartitionSpec]:
+    """Returns a function that shards each array of a state over all devices.
 
-    The largest dimension that the number of devices divides is sharded; an array
-    without such a dimension is replicated. Pass it to `create_state` to shard
-    parameters and optimizer states as FSDP and ZeRO-3 do.
+    `create_state` takes it, to shard parameters and optimizer states as FSDP and ZeRO-3
+    do. The largest dimension that the number of devices divides is sharded; an array
+    without such a dimension is replicated.
 
     Example:
-      >>> mesh = data_mesh(jax.devices()[:1])
-      >>> tuple(fully_sharded(jax.ShapeDtypeStruct((4, 6), "float32"), mesh).spec)
+      >>> spec_of = fully_sharded(data_mesh(jax.devices()[:1]))
+      >>> tuple(spec_of(("kernel",), jax.ShapeDtypeStruct((4, 6), "float32")))
       (None, 'data')
-
-    Args:
-      leaf: an array, or its shape and dtype.
-      mesh: the mesh.
     """
-    sizes = [size if size % mesh.size == 0 else 0 for size in leaf.shape]
-    spec: list[Any] = [None] * len(sizes)
-    if any(sizes):
-        spec[sizes.index(max(sizes))] = mesh.axis_names
-    while spec and spec[-1] is None:
-        spec.pop()
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    check_mesh(mesh)
+
+    def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        sizes = [size if size % mesh.size == 0 else 0 for size in leaf.shape]
+        if not any(sizes):
+            return PartitionSpec()
+        largest = sizes.index(max(sizes))
+        return PartitionSpec(*[None] * largest, mesh.axis_names)
+
+    return spec_of

@@ -14,8 +14,9 @@ import optax
 from flax import linen, nnx
 from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxbucket.base.checks import check_function
 from jaxbucket.sharding.mesh import check_mesh, has_shapes, put, replicate
 from jaxbucket.train.linen_variables import init_linen
 
@@ -87,7 +88,7 @@ def create_state(
     rngs: Any = None,
     variables: Mapping[str, Any] | None = None,
     wrt: Any = None,
-    sharding: Callable[[Any, Mesh], NamedSharding] | None = None,
+    sharding: Callable[[tuple[Any, ...], Any], PartitionSpec] | None = None,
 ) -> TrainState:
     """Returns the state before the first step.
 
@@ -135,9 +136,10 @@ def create_state(
       wrt: selects the parameters to train, by default all: a filter of `nnx`, such as
         `nnx.PathContains("head")`, or a function `(path, value) -> bool` of the path,
         a tuple of names. Gradients and optimizer states are only computed for these.
-      sharding: `(leaf, mesh)` -> the sharding of an array of the state, instead of a
-        replicated one, such as `jb.sharding.fully_sharded`. Then pass
-        `state_sharding=jax.tree.map(lambda x: x.sharding, state)` to the step.
+      sharding: `(path, leaf)` -> the `PartitionSpec` of an array of the state on the
+        mesh, whatever sharding it has, such as `jb.sharding.fully_sharded(mesh)`. The
+        path is a tuple of names. Then pass `state_sharding=jax.tree.map(lambda x:
+        x.sharding, state)` to the step.
 
     Raises:
       ValueError: if `model` is neither a module nor parameters; if it is a Linen module
@@ -149,6 +151,10 @@ def create_state(
         check_optimizer(tx)
     if mesh is not None:
         check_mesh(mesh)
+    if sharding is not None:
+        check_function("sharding", sharding, "(path, leaf)")
+        if mesh is None:
+            raise ValueError("`sharding` requires `mesh`. Pass `mesh=data_mesh()`.")
     parts = _parts(model, mesh, sample, rngs, variables, wrt)
     _check_variables(parts.variables)
     if wrt is not None and not jax.tree.leaves(parts.params):
@@ -225,30 +231,38 @@ def _init(tx: optax.GradientTransformation, params: Any) -> Any:
     """Returns the initial state of an optimizer, of shapes if `params` has shapes."""
     if not has_shapes(params):
         return tx.init(params)
-    # What has the shape of a parameter is sharded like it, as `jnp.zeros_like` is.
-    return optax.tree_utils.tree_map_params(
-        tx,
-        lambda leaf, param: leaf.update(sharding=param.sharding),
-        jax.eval_shape(tx.init, params),
-        params,
-    )
+    shardings = {
+        (path, leaf.shape): leaf.sharding
+        for path, leaf in jax.tree.leaves_with_path(params)
+        if getattr(leaf, "sharding", None) is not None
+    }
+
+    def sharded(path: Any, leaf: Any) -> Any:
+        # What ends in the path of a parameter and has its shape is sharded like it, as
+        # the result of `jnp.zeros_like` is.
+        keys = [(path[start:], leaf.shape) for start in range(len(path))]
+        found = next((shardings[key] for key in keys if key in shardings), None)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=found)
+
+    return jax.tree.map_with_path(sharded, jax.eval_shape(tx.init, params))
 
 
 def _on_mesh(
     state: TrainState,
     mesh: Mesh,
-    sharding_of: Callable[[Any, Mesh], NamedSharding] | None,
+    spec_of: Callable[[tuple[Any, ...], Any], PartitionSpec] | None,
 ) -> TrainState:
     """Returns a copy on the mesh, replicated unless it is sharded over the mesh."""
 
-    def on_mesh(leaf: Any) -> Any:
-        if sharding_of is not None:
-            return put(leaf, sharding_of(leaf, mesh))
+    def on_mesh(path: Any, leaf: Any) -> Any:
+        if spec_of is not None:
+            spec = spec_of(tuple(map(_key_name, path)), leaf)
+            return put(leaf, NamedSharding(mesh, spec))
         if _is_sharded(leaf, mesh):
             return put(leaf, leaf.sharding)
         return replicate(leaf, mesh)
 
-    return jax.tree.map(on_mesh, state)
+    return jax.tree.map_with_path(on_mesh, state)
 
 
 def _is_sharded(leaf: Any, mesh: Mesh) -> bool:

@@ -50,7 +50,7 @@ def recipe(plan, *options):
     mesh = jb.data_mesh()
     params = {"w": np.ones((WIDTH, WIDTH), np.float32)}
     state = jb.create_state(
-        params, TX, mesh, sharding=jb.sharding.fully_sharded if options else None
+        params, TX, mesh, sharding=jb.sharding.fully_sharded(mesh) if options else None
     )
     shardings = jax.tree.map(lambda x: x.sharding, state)
     step = jb.make_train_step(loss_fn, TX, mesh, state_sharding=shardings)
@@ -138,6 +138,8 @@ def test_slices_and_larger_tori_are_devices_of_one_mesh():
         assert len(devices) == 32
     with absent_devices("v5p:4x4x8") as devices:
         assert len(devices) == 128
+    with absent_devices("V6E:1x1") as devices:
+        assert len(devices) == 1
     with absent_devices("v5e:2x4"):
         mesh = jb.data_mesh(max_row_shards=8)
         assert dict(mesh.shape) == {"data": 1, "row1": 2, "row2": 2, "row3": 2}
@@ -160,8 +162,12 @@ def test_states_on_absent_devices_are_shapes_as_they_would_be():
         there = jb.data_mesh()
     for model, options in models:
         for sharding in (None, jb.sharding.fully_sharded):
-            options["sharding"] = sharding
-            states = [jb.create_state(model, TX, x, **options) for x in (here, there)]
+            states = [
+                jb.create_state(
+                    *(model, TX, mesh), **options, sharding=sharding and sharding(mesh)
+                )
+                for mesh in (here, there)
+            ]
             real, absent = (
                 jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.spec), state)
                 for state in states
@@ -179,7 +185,7 @@ def test_an_abstract_model_gives_the_shapes_of_a_state():
     def make():
         return nnx.Linear(6, 8, rngs=nnx.Rngs(0))
 
-    for sharding in (None, jb.sharding.fully_sharded):
+    for sharding in (None, jb.sharding.fully_sharded(mesh)):
         drawn = jb.create_state(make(), TX, mesh, sharding=sharding)
         shapes = jb.create_state(nnx.eval_shape(make), TX, mesh, sharding=sharding)
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(shapes))
@@ -197,6 +203,69 @@ def test_an_abstract_model_gives_the_shapes_of_a_state():
     assert jb.create_state({"w": spec}, TX).params["w"] is not None
 
 
+def by_name(params):
+    return jax.tree.map_with_path(lambda path, x: path[-1].key, params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adafactor(1e-3, min_dim_size_to_factor=4),
+        optax.inject_hyperparams(optax.adamw)(1e-3),
+        optax.masked(optax.adam(1e-3), {"w": True, "v": False}),
+        optax.multi_transform({"w": optax.adam(1.0), "v": optax.sgd(1.0)}, by_name),
+        optax.MultiSteps(optax.lamb(1e-3), 2),
+        optax.chain(optax.clip(1.0), jb.scale_by_batch_size(base_tokens=8)),
+    ],
+)
+def test_abstract_states_of_optimizers_are_those_of_real_ones(tx):
+    mesh = jb.data_mesh(jax.devices()[:4])
+    spread = jb.sharding.batch_sharding(mesh)
+    arrays = {"w": jnp.ones((8, 16)), "v": jnp.ones((8, 4))}
+    real = jax.device_put(arrays, spread)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread), arrays
+    )
+    # optax mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        real, shapes = (jb.create_state(x, tx, mesh) for x in (real, shapes))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)),
+        *(real, shapes),
+    )
+    of_shapes = [x for x in jax.tree.leaves(shapes) if x.shape == (8, 16)]
+    assert len(of_shapes) > 0
+    assert all(x.sharding.spec == spread.spec for x in of_shapes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding": lambda path, leaf: PartitionSpec()},
+        {"sharding": PartitionSpec("data"), "mesh": jb.data_mesh(jax.devices()[:1])},
+        {"sharding": True, "mesh": jb.data_mesh(jax.devices()[:1])},
+    ],
+)
+def test_a_sharding_that_is_no_function_or_has_no_mesh_is_refused(options):
+    with pytest.raises(ValueError, match="`sharding"):
+        jb.create_state({"w": np.ones((8, 8), np.float32)}, TX, **options)
+
+
+def test_a_sharding_may_depend_on_names():
+    mesh = jb.data_mesh(jax.devices()[:4])
+    seen = []
+
+    def spec_of(path, leaf):
+        seen.append(path)
+        return PartitionSpec("data") if "kernel" in path else PartitionSpec()
+
+    model = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+    state = jb.create_state(model, TX, mesh, sharding=spec_of)
+    assert state.params["kernel"][...].sharding.spec == PartitionSpec("data")
+    assert state.params["bias"][...].is_fully_replicated
+    assert ("params", "kernel") in {path[:2] for path in seen}
+
+
 def test_a_fully_sharded_state_trains_as_a_replicated_one():
     mesh = jb.data_mesh(jax.devices()[:4])
     params = {"w": np.full((WIDTH // 8, WIDTH // 8), 1 / 128, np.float32)}
@@ -205,7 +274,7 @@ def test_a_fully_sharded_state_trains_as_a_replicated_one():
     local = jb.data.collate_rows(rows, bucket)
     (batch,) = jb.sharding.prefetch_to_mesh([local], mesh)
     results = []
-    for sharding in (None, jb.sharding.fully_sharded):
+    for sharding in (None, jb.sharding.fully_sharded(mesh)):
         state = jb.create_state(params, TX, mesh, sharding=sharding)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         step = jb.make_train_step(loss_fn, TX, mesh, state_sharding=shardings)
@@ -225,6 +294,19 @@ def test_a_recipe_that_puts_arrays_on_absent_devices_is_told(topology):
 
 
 @TPU
+def test_a_recipe_that_does_not_use_absent_devices_is_told():
+    def elsewhere(plan):
+        mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+        state = jb.create_state({"w": np.ones((WIDTH, 2), np.float32)}, TX, mesh)
+        specs = jb.sharding.batch_specs(plan, {"x": np.ones((3, WIDTH), "f4")}, mesh)
+        return jb.make_train_step(loss_fn, TX, mesh), state, specs
+
+    plan = jb.BucketPlan.from_shapes([(8, 16)])
+    with absent_devices("v5e:2x2"), pytest.raises(ValueError, match="`jb.data_mesh"):
+        precompile(elsewhere, plan)
+
+
+@TPU
 def test_the_devices_must_divide_b():
     with absent_devices("v5e:2x2"), pytest.raises(ValueError, match="`batch_size=6`"):
         precompile(recipe, jb.BucketPlan.from_shapes([(6, 16)]))
@@ -233,7 +315,7 @@ def test_the_devices_must_divide_b():
 @TPU
 def test_what_the_compiler_refuses_is_the_limit_of_tpus():
     with absent_devices("v5e:2x2") as devices:
-        assert memory_limit(devices[0]) is None
+        assert memory_limit(devices[0]) == int(15.75 * 2**30)
         fitted = jb.compile.fit_batch_sizes(recipe, [512], batch_size_multiple=256)
         (size,) = fitted.sizes
         assert size.next_batch_size == size.batch_size + 256

@@ -72,7 +72,7 @@ def test_loops_of_unknown_length_count_once():
     assert found == {"count": 1, "bytes": 4 * 2 * 8, "is_lower_bound": True}
 
 
-def test_branches_are_all_counted():
+def test_of_branches_the_largest_counts():
     def branch(x):
         return lax.cond(
             lax.axis_index("data") >= 0,
@@ -81,7 +81,8 @@ def test_branches_are_all_counted():
             lax.psum(x, "data"),
         )
 
-    assert count(branch, (8, 8))["all-reduce"]["count"] in (3, 4)
+    # XLA may join the two of a branch.
+    assert count(branch, (8, 8))["all-reduce"]["count"] in (2, 3)
 
 
 @pytest.mark.parametrize(

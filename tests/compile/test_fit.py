@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 import jaxbucket as jb
 from jaxbucket.cli import main
-from jaxbucket.compile.memory import refused_bytes
+from jaxbucket.compile.fit import _Result, _Search
+from jaxbucket.compile.memory import is_out_of_memory, refused_bytes
 
 TX = optax.sgd(1e-3)
 WIDTH, MOST = 16, 10
@@ -107,6 +108,67 @@ def test_all_programs_of_a_bucket_must_fit():
     assert together.sizes == alone.sizes
 
 
+@pytest.mark.parametrize("first", [1, 2**10, 2**22])
+@pytest.mark.parametrize(
+    "needed",
+    [
+        lambda count: 10**9 + 3_000_000 * count,
+        lambda count: max(9 * 2**30 + 10**5 * count, 10**7 * count),
+        lambda count: -(-(10**9 + 3_000_000 * count) // 2**29) * 2**29,
+        lambda count: 10**9 + 3 * 10**8 * (count // 64 + 1),
+        lambda count: 10**9 + 10_000 * count**2,
+        lambda count: 2_000 * count,
+    ],
+)
+@pytest.mark.parametrize("limit", [int(15.75 * 2**30), 10**10])
+def test_a_search_ends_for_any_memory(needed, limit, first):
+    """Also if bytes are rounded, as a compiler that refuses programs prints them."""
+    refuses = first > 1
+    search = _Search(1, None if refuses else limit, first)
+    for _ in range(150):
+        count = search.next_batch_size
+        size, fits = needed(count), needed(count) <= limit
+        if refuses and not fits:
+            rounded = int(round(size / 2**30, 2) * 2**30)
+            error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+            search.add(count, _Result(False, rounded, available=limit, error=error))
+        else:
+            search.add(count, _Result(fits, size, min(size, 10**9)))
+        if search.ends:
+            break
+    fitted = search.fitted(1)
+    assert needed(fitted.batch_size) <= limit < needed(fitted.next_batch_size)
+    assert search.ends
+    assert fitted.num_compiled <= 25 and fitted.num_refused <= 100 * refuses
+
+
+def test_phases_and_arguments_that_a_program_does_not_use_count():
+    def accumulating(plan):
+        mesh, tx = jb.data_mesh(jax.devices()[:1]), optax.sgd(1e-3, momentum=0.9)
+        state = jb.create_state({"w": np.ones((512, 512), np.float32)}, tx, mesh)
+        specs = jb.sharding.batch_specs(plan, {"x": np.ones((3, 512), "f4")}, mesh)
+        step = jb.make_train_step(plain, tx, mesh, accumulate=True)
+        evaluate = jb.make_eval_step(plain, mesh)
+        return {"train": (step, state, specs), "eval": (evaluate, state, specs)}
+
+    # The state has 2.1 MB, and gradients half of that.
+    with pytest.raises(ValueError, match="2.097 MB of it for the state"):
+        fit(accumulating, [4], memory_bytes=3.1e6)
+    alone = fit(lambda plan: accumulating(plan)["eval"], [4], memory_bytes=3.1e6)
+    assert alone.sizes[0].num_bytes > 2_097_152
+
+
+def test_memory_that_no_batch_needs_is_named():
+    def constant(plan):
+        return lambda state, batch: jax.tree.map(lambda x: 2 * x, state), *small(plan)
+
+    def small(plan):
+        return make_recipe(plain)(plan)["train"][1:]
+
+    with pytest.raises(ValueError, match="`memory_bytes`"):
+        fit(constant, [2**20], memory_bytes=1e18)
+
+
 def test_several_t_are_fitted_in_the_same_rounds():
     calls = []
     fitted = fit(make_recipe(plain, calls=calls), [32, 8, 8], memory_bytes=2e5)
@@ -129,9 +191,9 @@ def test_a_margin_is_left_free():
 def test_a_t_that_does_not_fit_has_no_batch():
     fitted = fit(recipe, [8, 4096], memory_bytes=2e6)
     assert [size.batch_size > 0 for size in fitted.sizes] == [True, False]
-    assert fitted.max_tokens(8) == 8 * fitted.sizes[0].batch_size
+    assert fitted(8) == 8 * fitted.sizes[0].batch_size
     with pytest.raises(ValueError, match="`max_seq_len`"):
-        fitted.max_tokens(9)
+        fitted(9)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +218,7 @@ def test_what_fit_refuses(options, name):
 
 def test_a_state_that_does_not_fit_is_named():
     large = make_recipe(plain, width=512)
-    with pytest.raises(ValueError, match=r"even \[8, 4\].*0\.00\d+ GB.* for the state"):
+    with pytest.raises(ValueError, match=r"even \[8, 4\].* MB of it for the state"):
         fit(large, [4], memory_bytes=1e5)
 
 
@@ -190,13 +252,18 @@ def test_the_command_writes_a_budget(tmp_path, monkeypatch):
     done = run("plan", lengths, "--max-tokens", path, "--num-buckets", 4, "--json")
     assert done.exit_code == 0, done.output
     for batch_size, seq_len in json.loads(done.output)["plan"]["buckets"]:
-        assert batch_size * seq_len <= fitted.max_tokens(seq_len)
+        assert batch_size * seq_len <= fitted(seq_len)
     done = run(*options, "--memory-gb", 1e-6)
     assert done.exit_code == 1 and "No batch fits" in done.output
     done = run(*options[:-1], "8,65536", "--memory-gb", 0.001)
     assert done.exit_code == 1 and "No batch of T = 65536 fits" in done.output
     done = run("plan", lengths, "--max-tokens", lengths)
     assert done.exit_code == 1 and "`jaxbucket fit -o`" in done.output
+    done = run("plan", lengths, "--max-tokens", tmp_path / "none.json")
+    assert done.exit_code == 1 and "that exists" in done.output
+    columns = {"a": np.arange(1, 65), "b": np.arange(1, 65)}
+    with pytest.raises(ValueError, match="one length"):
+        jb.plan_buckets(columns, max_tokens=fitted, num_buckets=2)
     done = run(*options[:-1], "8,x", "--memory-gb", 1)
     assert done.exit_code == 2 and "--seq-lens" in done.output
 
@@ -219,7 +286,9 @@ def test_the_command_writes_a_budget(tmp_path, monkeypatch):
 def test_refusals_of_the_compiler_are_read(text, needed, available):
     error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
     assert refused_bytes(error) == (needed, available)
-    assert refused_bytes(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x")) is None
+    assert is_out_of_memory(error) and not is_out_of_memory(ValueError(text))
+    other = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: CompileTimeScopedVmemOom")
+    assert refused_bytes(other) is None and not is_out_of_memory(other)
 
 
 @pytest.mark.parametrize("donated", [False, True])
@@ -246,6 +315,6 @@ def test_memory_that_ends_during_training_is_explained(donated):
     with pytest.raises(jax.errors.JaxRuntimeError, match="4.2GiB") as raised:
         steps(state, batch)
     (note,) = raised.value.__notes__
-    assert "[2, 8]" in note and "GB" in note and "jaxbucket fit" in note
+    assert "[2, 8]" in note and "MB" in note and "jaxbucket fit" in note
     assert ("last checkpoint" in note) == donated
     assert ("state is intact" in note) == (not donated)

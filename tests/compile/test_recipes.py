@@ -190,7 +190,7 @@ def test_the_command_fails_if_a_bucket_fails(plan):
     assert "[4, 8]" in run.stdout
     run = command(*options, "--memory-gb", 1e-9, "--json")
     assert run.exit_code == 1
-    assert "my_step [2, 16] needs 1.56e-07 GB, 1.55e-07 GB more" in run.stderr
+    assert "my_step [2, 16] needs 0.00" in run.stderr
     assert len(json.loads(run.stdout)["above"]) == 3
 
 

@@ -90,7 +90,7 @@ def train(mesh, attend, *, is_causal=True, packed=False, sharded=False, num_step
     tx = optax.adam(1e-2)
     schedule = make_schedule(packed=packed)
     batches = jb.MeshLoader(SOURCE, schedule, mesh, sequences=["tokens"])
-    sharding = jb.sharding.fully_sharded if sharded else None
+    sharding = jb.sharding.fully_sharded(mesh) if sharded else None
     state = jb.create_state(make_params(), tx, mesh, sharding=sharding)
     state_sharding = jax.tree.map(lambda x: x.sharding, state)
     loss_fn = make_loss(attend, is_causal=is_causal)
