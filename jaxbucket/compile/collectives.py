@@ -84,8 +84,7 @@ def count_collectives(text: str) -> dict[str, Collective]:
             kind = operation.removesuffix("-start")
             if kind in _KINDS:
                 total[kind, "count"] += 1
-                is_async = operation.endswith("-start") and kind != "all-reduce"
-                total[kind, "bytes"] += _result_bytes(result, is_async)
+                total[kind, "bytes"] += _result_bytes(result, operation)
             # The other parts of an asynchronous operation name it again.
             if operation.endswith(("-done", "-update")):
                 continue
@@ -122,12 +121,14 @@ def _called(line: str) -> list[str]:
     return names + _CALLED.findall(line)
 
 
-def _result_bytes(result: str, is_async: bool) -> int:
+def _result_bytes(result: str, operation: str) -> int:
     """Returns the size of a type such as `(f32[2]{0}, f32[8]{0}, u32[])`.
 
-    The start of an asynchronous operation returns its operands, its results and more.
+    The start of an asynchronous operation returns its operands, its results and more,
+    but that of an `all-reduce` only its results before jax 0.12.
     """
-    if is_async:
+    has_operands = operation != "all-reduce-start" or result.startswith("((")
+    if operation.endswith("-start") and has_operands:
         result = _elements(result)[1]
     return sum(_array_bytes(*array) for array in _ARRAY.findall(result))
 

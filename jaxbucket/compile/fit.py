@@ -182,7 +182,9 @@ def _compile(
     """Compiles all programs of a plan; returns what is known of each bucket."""
     results: dict[Bucket, _Result] = {}
     for step_fn, state, specs in steps.values():
-        specs = {bucket: specs[bucket] for bucket in plan.buckets if bucket in specs}
+        # Where one program does not fit, the others need not be compiled.
+        open_buckets = [b for b in plan.buckets if b not in results or results[b].fits]
+        specs = {bucket: specs[bucket] for bucket in open_buckets if bucket in specs}
         if not specs:
             continue
         compiled = compile_with(options, step_fn, state, specs)

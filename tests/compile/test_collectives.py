@@ -104,12 +104,14 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %d = (f32[32], f32[8]) all-gather-done(%s)
   %r = f32[8]{0} all-reduce-start(%x), to_apply=%add
   %e = f32[8]{0} all-reduce-done(%r)
+  %t = ((f32[8]{0}), f32[8]{0}) all-reduce-start(%x), to_apply=%add
+  %f = f32[8]{0} all-reduce-done(%t)
   %p = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x)
   ROOT %q = f32[8]{0} collective-permute-done(%p)
 }"""
     assert count_collectives(text) == {
         "all-gather": exactly(1, 160),
-        "all-reduce": exactly(1, 32),
+        "all-reduce": exactly(2, 64),
         "collective-permute": exactly(1, 32),
     }
 
