@@ -10,6 +10,8 @@ import pathlib
 import tempfile
 from typing import Any
 
+# Read when jax is imported. Otherwise it may look for the drivers of a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 from sybil import Sybil

@@ -18,6 +18,7 @@ import jax
 from jax.experimental.topologies import get_topology_desc
 
 from jaxbucket.base.checks import check_positive
+from jaxbucket.base.notes import Noting
 from jaxbucket.compile.gpu_targets import GPUS
 
 Device: TypeAlias = jax.Device  # pyright: ignore
@@ -100,8 +101,11 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
         )
     added = {x: y for x, y in _TPU_VARIABLES.items() if x not in os.environ}
     os.environ.update(added)
+    # The plugin of GPUs is not loaded if it finds no driver.
+    remedy = Noting("Set JAX_PLATFORMS=cpu, or call this before jax is used.")
     try:
-        _absent.append(get_topology_desc(name, platform, **options).devices)
+        with remedy:
+            _absent.append(get_topology_desc(name, platform, **options).devices)
     finally:
         # Processes that this one starts may use TPUs.
         for variable in added:
