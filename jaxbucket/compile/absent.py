@@ -116,9 +116,14 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
         _absent.pop()
 
 
+def current_absent_devices() -> Sequence[Device]:
+    """Returns the devices of the innermost `absent_devices`; none outside of it."""
+    return _absent[-1] if _absent else ()
+
+
 def default_devices() -> Sequence[Device]:
     """Returns the devices of `absent_devices`, or all devices of all processes."""
-    return _absent[-1] if _absent else jax.devices()
+    return current_absent_devices() or jax.devices()
 
 
 def are_absent(devices: Any) -> bool:
@@ -137,7 +142,8 @@ def memory_limit(device: Device) -> int | None:
     Of a GPU, jax uses three quarters, or the part XLA_PYTHON_CLIENT_MEM_FRACTION.
     """
     if not are_absent([device]):
-        return (device.memory_stats() or {}).get("bytes_limit")
+        # Devices of other processes do not say.
+        return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if device.device_kind in _TPU_MEMORY:
         return int(_TPU_MEMORY[device.device_kind] * 2**30)
     part = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)

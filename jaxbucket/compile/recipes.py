@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
-from jaxbucket.compile.absent import are_absent, default_devices
+from jaxbucket.compile.absent import current_absent_devices
 from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.executables import devices_of, make_writable
 from jaxbucket.compile.report import CompileReport
@@ -116,8 +116,9 @@ def call_recipe(
     """
     name = f"`{recipe.__module__}:{getattr(recipe, '__qualname__', recipe)}`"
     note = f"The recipe {name} was called with the plan and {list(arguments)}."
-    is_absent = are_absent(default_devices())
-    if is_absent:
+    # Not by jax's devices: a recipe may set how many there are.
+    absent = current_absent_devices()
+    if absent:
         note += (
             " Absent devices hold no arrays: let it use `jb.create_state(..., mesh)`, "
             "`jb.sharding.replicate` or shapes."
@@ -135,7 +136,7 @@ def call_recipe(
             "triples, with specs from `jb.sharding.batch_specs(plan, example, mesh)` "
             f"for every shape of the plan. Missing are {', '.join(missing) or 'none'}."
         )
-    others = {*devices_of(specs)} - {*default_devices()} if is_absent else ()
+    others = {*devices_of(specs)} - {*absent} if absent else ()
     if others:
         raise ValueError(
             f"The recipe {name} uses {len(others)} devices that are there, not those "

