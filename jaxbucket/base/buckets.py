@@ -389,7 +389,7 @@ class BucketPlan:
         lengths = self.check(lengths)
         if len(lengths) and (lengths.max(axis=0) <= self.seq_lens[-1]).all():
             # Usual, and much quicker than finding the bucket of each.
-            return lengths
+            return self.truncated(lengths)
         return self.truncated(lengths[self.assign(lengths) >= 0])
 
     @functools.cached_property

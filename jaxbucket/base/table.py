@@ -25,6 +25,19 @@ def table_text(table: Any) -> str:
     return "\n".join(line.rstrip() for line in text.get().splitlines()).strip("\n")
 
 
+def bytes_text(num_bytes: float | None) -> str:
+    """Returns a size as text, in GB (1e9 bytes) or MB.
+
+    Example:
+      >>> bytes_text(1.5e9), bytes_text(2e6), bytes_text(None)
+      ('1.5 GB', '2 MB', 'unknown')
+    """
+    if num_bytes is None:
+        return "unknown"
+    gigabytes = num_bytes / 1e9
+    return f"{gigabytes:.4g} GB" if gigabytes >= 0.1 else f"{num_bytes / 1e6:.4g} MB"
+
+
 class Record(abc.ABC):
     """Numbers for people and for programs: printed as a table, written as JSON."""
 

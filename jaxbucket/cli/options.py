@@ -11,7 +11,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import click
@@ -185,17 +185,17 @@ def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@contextlib.contextmanager
-def using_topology(topology: str | None, num_slices: int) -> Iterator[None]:
+def using_topology(
+    topology: str | None, num_slices: int
+) -> contextlib.AbstractContextManager[Any]:
     """Lets recipes use the devices of `--topology`, if there is one."""
     from jaxbucket.compile.absent import absent_devices
 
-    if topology is None and num_slices > 1:
+    if topology is not None:
+        return absent_devices(topology, num_slices=num_slices)
+    if num_slices > 1:
         raise ValueError("`num_slices` requires `topology`, such as v5e:16x16.")
-    with contextlib.ExitStack() as stack:
-        if topology is not None:
-            stack.enter_context(absent_devices(topology, num_slices=num_slices))
-        yield
+    return contextlib.nullcontext()
 
 
 def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
+from jaxbucket.base.table import bytes_text
 from jaxbucket.cli.options import (
     EXISTING,
     json_option,
@@ -17,7 +19,9 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
-from jaxbucket.plan.fitted import in_units
+
+if TYPE_CHECKING:
+    from jaxbucket.compile.recipes import Precompiled
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -92,6 +96,18 @@ def precompile(
         limit = memory_gb and memory_gb * 1e9
         if limit is None and device.platform != "tpu":
             limit = memory_limit(device)
+    _show(done, cache, limit, as_json, is_first=processes.index == 0)
+
+
+def _show(
+    done: Precompiled,
+    cache: pathlib.Path | None,
+    limit: float | None,
+    as_json: bool,
+    *,
+    is_first: bool,
+) -> None:
+    """Prints the report and what is wrong, and exits with 1 if anything is."""
     programs = done.report.programs
     # Memory that is unknown is above any limit.
     above = [p for p in programs if limit and limit < (p.peak_bytes or math.inf)]
@@ -101,7 +117,7 @@ def precompile(
         "above": [f"{p.name} {p.label}" for p in above],
         "not_kept": not_kept,
     }
-    if processes.index == 0:
+    if is_first:
         show(as_json, checked | done.to_dict(), done.report)
     for name, error in done.failures.items():
         click.echo(f"{name}: {error}", err=True)
@@ -124,5 +140,5 @@ def _missing(peak: int | None, limit: float) -> str:
     """Returns how much memory a program needs, and what it lacks."""
     if peak is None:
         return "an unknown amount of memory"
-    more = in_units(peak - limit)
-    return f"{in_units(peak)}, {more} more than {in_units(limit)}"
+    more = bytes_text(peak - limit)
+    return f"{bytes_text(peak)}, {more} more than {bytes_text(limit)}"

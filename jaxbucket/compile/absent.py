@@ -126,9 +126,8 @@ def default_devices() -> Sequence[Device]:
     return current_absent_devices() or jax.devices()
 
 
-def are_absent(devices: Any) -> bool:
-    """Whether devices, such as those of a mesh, are not there to hold arrays."""
-    device = next(iter(devices))
+def is_absent(device: Device) -> bool:
+    """Whether a device, such as one of a mesh, is not there to hold arrays."""
     try:
         return device not in jax.devices(device.platform)
     except RuntimeError:
@@ -141,7 +140,7 @@ def memory_limit(device: Device) -> int | None:
 
     Of a GPU, jax uses three quarters, or the part XLA_PYTHON_CLIENT_MEM_FRACTION.
     """
-    if not are_absent([device]):
+    if not is_absent(device):
         # Devices of other processes do not say.
         return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if device.device_kind in _TPU_MEMORY:
@@ -184,7 +183,6 @@ def _exists(layouts: tuple[str, ...] | int, layout: str, sizes: list[int]) -> bo
 def _check_compiler(platform: str) -> None:
     """Raises a ModuleNotFoundError unless the compiler that jax needs is installed."""
     package, extra = _COMPILERS[platform]
-    needed = f"{package}, which compiles for absent devices"
     try:
         installed = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -196,6 +194,7 @@ def _check_compiler(platform: str) -> None:
     # The pin may leave out the last number.
     if installed is None or not f"{installed}.".startswith(version and f"{version}."):
         raise ModuleNotFoundError(
-            f"jax {jax.__version__} needs {needed}, in version {version}; installed is "
-            f"{installed or 'none'}. pip install 'jaxbucket[{extra}]'."
+            f"To compile for absent devices, jax {jax.__version__} needs {package} "
+            f"{version}; installed is {installed or 'none'}. pip install "
+            f"'jaxbucket[{extra}]'."
         )

@@ -18,13 +18,14 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
 from jaxbucket.base.progress import progress_bar
+from jaxbucket.base.table import bytes_text
 from jaxbucket.compile.absent import default_devices, memory_limit
 from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.memory import is_out_of_memory, refused_bytes
 from jaxbucket.compile.recipes import call_recipe
 from jaxbucket.compile.report import ProgramReport, shard_bytes
 from jaxbucket.compile.steps import compile_with
-from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes, in_units
+from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes
 
 # Tokens on each device of the first program for TPUs, which should be refused.
 _MANY_TOKENS = 2**24
@@ -121,26 +122,24 @@ def fit_batch_sizes(
         many = math.ceil(_MANY_TOKENS * len(devices) / (seq_len * multiple))
         searches[seq_len] = _Search(multiple, limit, many if limit is None else 1)
     options = CompileOptions(workers, progress=False, keep_going=True)
-    steps: Mapping[str, Any] = {}
+    state_bytes = 0
     with progress_bar(progress) as bar:
         task = bar.add_task("Fitting", total=None)
-        while True:
-            shapes = [(x.next_batch_size, t) for t, x in searches.items() if not x.ends]
-            if not shapes:
-                break
-            plan = BucketPlan.from_shapes(shapes)
+        while not all(search.ends for search in searches.values()):
+            plan = BucketPlan.from_shapes(
+                [(x.next_batch_size, t) for t, x in searches.items() if not x.ends]
+            )
             _check_is_reached(plan, len(devices))
             # Called again for each round, so that only one state is in memory.
             steps = call_recipe(recipe, plan, arguments)
-            results = _compile(steps, plan, options, limit)
-            for bucket, result in results.items():
+            state_bytes = max(shard_bytes(state) for _, state, _ in steps.values())
+            for bucket, result in _compile(steps, plan, options, limit).items():
                 searches[bucket.seq_len].add(bucket.batch_size, result)
                 bar.advance(task)
     sizes = [search.fitted(seq_len) for seq_len, search in searches.items()]
     if not any(size.batch_size for size in sizes):
-        raise _nothing_fits(sizes[0], steps, limit) from searches[
-            sizes[0].seq_len
-        ].error
+        smallest = searches[sizes[0].seq_len]
+        raise _nothing_fits(sizes[0], state_bytes, limit) from smallest.error
     return FittedBatchSizes(tuple(sizes), limit)
 
 
@@ -305,7 +304,9 @@ class _Search:
         # The secant may leave one of the ends where it is.
         if self._stalled > 1:
             return middle
-        return 1 + self._crossing(one, (high, self._bytes(high)), middle)
+        predicted = self._crossing(one, (high, self._bytes(high)), middle)
+        # It and the next one are both to be compiled: first what leaves less between.
+        return predicted + (predicted < middle)
 
     def _from_above(self) -> float:
         """Returns a count that should not fit, closer to the limit."""
@@ -360,14 +361,13 @@ class _Search:
 
 
 def _nothing_fits(
-    size: FittedBatchSize, steps: Mapping[str, Any], limit: int | None
+    size: FittedBatchSize, state_bytes: int, limit: int | None
 ) -> ValueError:
-    state = max(shard_bytes(state) for _, state, _ in steps.values())
-    limited = "what the compiler accepts" if limit is None else in_units(limit)
-    needed = "more" if size.next_bytes is None else in_units(size.next_bytes)
+    limited = "what the compiler accepts" if limit is None else bytes_text(limit)
+    needed = "more" if size.next_bytes is None else bytes_text(size.next_bytes)
     return ValueError(
         f"No batch fits in {limited}: even [{size.next_batch_size}, {size.seq_len}] "
-        f"needs {needed} on each device, {in_units(state)} of it for the state. Use "
-        "more memory, shorter `seq_lens`, a smaller `batch_size_multiple` or model, or "
-        "shard the state (`jb.sharding.fully_sharded`)."
+        f"needs {needed} on each device, {bytes_text(state_bytes)} of it for the "
+        "state. Use more memory, shorter `seq_lens`, a smaller `batch_size_multiple` "
+        "or model, or shard the state (`jb.sharding.fully_sharded`)."
     )

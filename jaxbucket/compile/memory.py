@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxbucket.plan.fitted import in_units
+from jaxbucket.base.table import bytes_text
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
@@ -57,7 +57,7 @@ def explain_out_of_memory(
       args: the arguments of the executable, the first of which is the state; None if
         later steps have donated it.
     """
-    needs = "" if peak_bytes is None else f", which needs {in_units(peak_bytes)}"
+    needs = "" if peak_bytes is None else f", which needs {bytes_text(peak_bytes)}"
     is_lost = args is None or any(
         isinstance(leaf, jax.Array) and leaf.is_deleted()
         for leaf in jax.tree.leaves(args[:1])

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxbucket.base.checks import check_integer, check_positive
 from jaxbucket.base.sizes import Sizes
-from jaxbucket.base.table import Record
+from jaxbucket.base.table import Record, bytes_text
 
 _CAPTION = (
     "B: the largest batch size of this T that fits. memory: what its program needs on "
@@ -131,7 +131,9 @@ class FittedBatchSizes(Record):
         from rich import box
         from rich.table import Table
 
-        limit = "XLA's own" if self.limit_bytes is None else in_units(self.limit_bytes)
+        limit = (
+            "XLA's own" if self.limit_bytes is None else bytes_text(self.limit_bytes)
+        )
         table = Table(
             box=box.SIMPLE_HEAD,
             caption=f"\n{_CAPTION} Limit: {limit}.",
@@ -144,16 +146,8 @@ class FittedBatchSizes(Record):
             table.add_row(
                 f"{size.seq_len:,}",
                 f"{size.batch_size:,}",
-                in_units(size.num_bytes) if size.batch_size else "",
-                f"{size.next_batch_size:,}: {in_units(size.next_bytes)}",
+                bytes_text(size.num_bytes) if size.batch_size else "",
+                f"{size.next_batch_size:,}: {bytes_text(size.next_bytes)}",
                 f"{size.num_compiled} + {size.num_refused}",
             )
         return table
-
-
-def in_units(num_bytes: float | None) -> str:
-    """Returns a size as text, such as "1.5 GB" (1.5e9 bytes)."""
-    if num_bytes is None:
-        return "unknown"
-    gigabytes = num_bytes / 1e9
-    return f"{gigabytes:.4g} GB" if gigabytes >= 0.1 else f"{num_bytes / 1e6:.4g} MB"

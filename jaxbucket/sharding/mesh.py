@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
-from jaxbucket.compile.absent import Device, are_absent, default_devices
+from jaxbucket.compile.absent import Device, default_devices, is_absent
 
 Axes: TypeAlias = str | Sequence[str] | PartitionSpec | None
 _T = TypeVar("_T")
@@ -235,7 +235,8 @@ def replicate(tree: _T, mesh: Mesh) -> _T:
 
 def put(tree: _T, sharding: NamedSharding) -> _T:
     """Returns a copy of a pytree with the given sharding, as `replicate` does."""
-    if has_shapes(tree) or are_absent(sharding.mesh.devices.flat):  # pyright: ignore
+    device = sharding.mesh.devices.flat[0]  # pyright: ignore
+    if has_shapes(tree) or is_absent(device):
         return jax.tree.map(lambda x: _shape(x, sharding), tree)
     # Two transfers, because `may_alias` is respected only if the sharding does not
     # change. The first may still alias the original on the device of the original.

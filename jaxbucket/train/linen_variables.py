@@ -10,7 +10,7 @@ from flax import linen
 from flax.core import meta, unfreeze
 from jax.sharding import Mesh
 
-from jaxbucket.compile.absent import are_absent
+from jaxbucket.compile.absent import is_absent
 from jaxbucket.sharding.mesh import put, replicate
 
 
@@ -52,7 +52,7 @@ def init_linen(
         # With several processes, jax checks that their keys are the same.
         replicate(jax.tree.map(_key_data, rngs), mesh)
     unboxed = jax.jit(lambda x: meta.unbox(init(x)), out_shardings=shardings)
-    if mesh is not None and are_absent(mesh.devices.flat):
+    if mesh is not None and is_absent(mesh.devices.flat[0]):
         variables = jax.tree.map(put, jax.eval_shape(unboxed, rngs), shardings)
     else:
         variables = unboxed(rngs)
