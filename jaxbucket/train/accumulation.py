@@ -64,6 +64,7 @@ class AccumulatingStep:
       mesh: the mesh on which batches are sharded.
       mode: how the step runs on the devices.
       state_sharding: sharding of the state, or a tree of shardings.
+      check: called with the state before it is used.
 
     Attributes:
       begin: `(state, batch) -> accumulated`, zeros of the shapes of their results.
@@ -79,7 +80,10 @@ class AccumulatingStep:
         mesh: Mesh,
         mode: Mode,
         state_sharding: Any,
+        check: Callable[[Any], None] | None,
     ):
+        self._check = check or (lambda state: None)
+
         def add_micro_batch(
             state: TrainState, accumulated: Accumulated, batch: Batch
         ) -> Accumulated:
@@ -140,6 +144,7 @@ class AccumulatingStep:
           ValueError: if `micro_batches` is not a tuple of batches.
         """
         batches = _checked(micro_batches)
+        self._check(state)
         accumulated = self.begin(state, batches[0])
         for batch in batches:
             accumulated = self.add(state, accumulated, batch)
@@ -155,6 +160,7 @@ class AccumulatingStep:
           specs: bucket -> shapes, dtypes and shardings of its batches.
           options: the options of `jaxbucket.compile_steps`.
         """
+        self._check(state)
         # A function without arguments serves all buckets.
         first = next(iter(specs.values()))
 

@@ -56,6 +56,7 @@ def jit_step(
     *,
     donate: tuple[int, ...] = (),
     out_shardings: Any,
+    check: Callable[[Any], None] | None = None,
 ) -> Any:
     """Returns `fn(*replicated, batch)`, jitted or pmapped.
 
@@ -65,10 +66,11 @@ def jit_step(
       mode: how the function runs on the devices.
       donate: the indices of the arguments that are donated.
       out_shardings: the shardings of the results, which "pmap" replicates.
+      check: called with the state before it is first used, except in "pmap".
     """
     if mode == "pmap":
         return PmapStep(fn, mesh, donate)
-    return JitStep(fn, mode, donate, out_shardings)
+    return JitStep(fn, mode, donate, out_shardings, check)
 
 
 class JitStep:
@@ -82,6 +84,7 @@ class JitStep:
       mode: "jit" or "shard_map".
       donate: the indices of the arguments that are donated.
       out_shardings: the shardings of the results.
+      check: called with the state before it is first used.
     """
 
     def __init__(
@@ -90,8 +93,10 @@ class JitStep:
         mode: Mode,
         donate: tuple[int, ...],
         out_shardings: Any,
+        check: Callable[[Any], None] | None,
     ):
         functools.update_wrapper(self, fn)
+        self._check = check
         self._mode, self._signature = mode, inspect.signature(fn)
         self._jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
 
@@ -115,6 +120,9 @@ class JitStep:
 
     def _layout(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         *states, batch = self._signature.bind(*args, **kwargs).args
+        if self._check is not None:
+            self._check(states[0])
+            self._check = None
         layout = layout_of(batch)
         if self._mode != "jit" and layout is not None:
             check_whole_rows(layout, self._mode)
@@ -135,6 +143,18 @@ def check_not_gathered(name: str, states: Any, axes: tuple[str, ...]) -> None:
                     f"{sorted(shared)}, axes that shard batches. `mode='shard_map'` "
                     "would gather the whole state on every device. Use 'jit'."
                 )
+
+
+def check_is_replicated(state: Any) -> None:
+    """Raises a ValueError if a state is sharded, for a step that returns it whole."""
+    for path, leaf in jax.tree.leaves_with_path(state):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            raise ValueError(
+                f"`state{jax.tree_util.keystr(path)}` is sharded ({sharding.spec}), "
+                "but the step would return it replicated. Pass `state_sharding="
+                "jax.tree.map(lambda x: x.sharding, state)` to `make_train_step`."
+            )
 
 
 def over_rows(

@@ -17,6 +17,7 @@ from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
 from jaxbucket.train.modes import (
     Mode,
+    check_is_replicated,
     check_not_gathered,
     checked_axes,
     jit_step,
@@ -81,7 +82,8 @@ def make_train_step(
         `batch_sharding`.
       seed: the seed of the dropout keys.
       state_sharding: sharding of the state, or a tree of shardings; by default
-        replicated. "pmap" supports a replicated state only.
+        replicated, and a state that is not is refused. "pmap" supports a replicated
+        state only.
       skip_nonfinite: leave parameters and the optimizer state unchanged if the loss, a
         gradient, its norm, an update or the new optimizer state is not finite. The step
         still counts, and learning rate schedules advance (`skip_where`), so that the
@@ -122,11 +124,12 @@ def make_train_step(
     global_sums = sum_over_batch(local_sums, mesh, mode, axes, check_seed(seed))
     update = updater(tx, skip_nonfinite)
     replicated = NamedSharding(mesh, PartitionSpec())
+    check = None
     if state_sharding is None:
-        state_sharding = replicated
+        state_sharding, check = replicated, check_is_replicated
     if accumulate:
         return AccumulatingStep(
-            local_sums, global_sums, update, mesh, mode, state_sharding
+            local_sums, global_sums, update, mesh, mode, state_sharding, check
         )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -140,6 +143,7 @@ def make_train_step(
         mode,
         donate=(0,),
         out_shardings=(state_sharding, replicated),
+        check=check,
     )
 
 

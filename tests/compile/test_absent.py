@@ -285,6 +285,21 @@ def test_a_fully_sharded_state_trains_as_a_replicated_one():
     assert not after.params["w"].is_fully_replicated
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_step_that_would_gather_a_sharded_state_is_refused(accumulate):
+    mesh = jb.data_mesh(jax.devices()[:4])
+    spec_of = jb.sharding.fully_sharded(mesh)
+    state = jb.create_state(
+        {"w": np.ones((WIDTH, 4), "f4")}, TX, mesh, sharding=spec_of
+    )
+    specs = jb.sharding.batch_specs(
+        jb.BucketPlan.from_shapes([(4, 8)]), {"x": np.ones((3, WIDTH), "f4")}, mesh
+    )
+    step = jb.make_train_step(loss_fn, TX, mesh, accumulate=accumulate)
+    with pytest.raises(ValueError, match=r"`state.params\['w'\]`.*`state_sharding="):
+        jb.compile_steps(step, state, specs, progress=False)
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_recipe_that_puts_arrays_on_absent_devices_is_told(topology):
     plan = jb.BucketPlan.from_shapes([(8, 16)])
