@@ -259,9 +259,10 @@ def _shape(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def fully_sharded(mesh: Mesh) -> Callable[[tuple[Any, ...], Any], PartitionSpec]:
     """Returns a function that shards each array of a state over all devices.
 
-    `create_state` takes it, to shard parameters and optimizer states as FSDP and ZeRO-3
-    do. The largest dimension that the number of devices divides is sharded; an array
-    without such a dimension is replicated.
+    `create_state` takes it, to spread parameters and optimizer states over devices as
+    FSDP and ZeRO-3 do. The largest dimension that the number of devices divides is
+    sharded; an array without such a dimension is replicated. The compiler decides
+    whether a step gathers parameters or exchanges activations.
 
     Example:
       >>> spec_of = fully_sharded(data_mesh(jax.devices()[:1]))
