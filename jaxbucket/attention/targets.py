@@ -55,10 +55,11 @@ def token_weights(
     mask = ids > 0 if where is None else (ids > 0) & where.astype(bool)
     if per == "token":
         return mask.astype(jnp.float32)
+    # Every example has a token in some sequence, so none has a larger number.
+    largest = sum(x.shape[1] for x in batch.segment_ids.values())
 
     def of_row(ids: jax.Array, mask: jax.Array) -> jax.Array:
-        # Ids range from 0, for padding, to at most the number of tokens.
-        counts = jnp.zeros(ids.shape[0] + 1, jnp.float32).at[ids].add(mask)
+        counts = jnp.zeros(largest + 1, jnp.float32).at[ids].add(mask)
         return mask / jnp.maximum(counts[ids], 1)
 
     return jax.vmap(of_row)(ids, mask.astype(jnp.float32))

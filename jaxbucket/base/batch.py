@@ -46,8 +46,9 @@ class BatchIndices:
 class Batch(NamedTuple):
     """A batch of arrays: a pytree, on the host (numpy) or on devices (`jax.Array`).
 
-    In `segment_ids`, 0 is padding and the examples of a row are numbered from 1. In
-    `positions`, every example starts at 0:
+    In `segment_ids`, 0 is padding and the examples of a row are numbered from 1, with
+    the same number in each of several sequences. In `positions`, every example starts
+    at 0:
 
         tokens       7 3 9 5 0 0
         segment_ids  1 1 1 1 0 0
@@ -87,6 +88,27 @@ class Batch(NamedTuple):
         return ids > 0
 
     @property
+    def row_mask(self) -> Any:
+        """`[B]` bool: True for rows with an example, False for empty rows.
+
+        A mean over the rows of a batch must not count empty rows.
+
+        Example:
+          >>> ids = {"tokens": np.array([[1, 1, 0], [0, 0, 0]])}
+          >>> Batch({}, ids, ids).row_mask
+          array([ True, False])
+        """
+        return self.segments_per_row > 0
+
+    @property
+    def segments_per_row(self) -> Any:
+        """`[B]` int: the number of examples in each row."""
+        most, *others = (ids.max(axis=1) for ids in self.segment_ids.values())
+        for number in others:  # An example may lack a sequence.
+            most = most.__array_namespace__().maximum(most, number)
+        return most
+
+    @property
     def num_tokens(self) -> Any:
         """`[]` int: real tokens, over all sequences."""
         return sum((ids > 0).sum() for ids in self.segment_ids.values())
@@ -94,7 +116,7 @@ class Batch(NamedTuple):
     @property
     def num_examples(self) -> Any:
         """`[]` int: examples; empty rows do not count."""
-        return next(iter(self.segment_ids.values())).max(axis=1).sum()
+        return self.segments_per_row.sum()
 
     @property
     def bucket(self) -> Bucket:

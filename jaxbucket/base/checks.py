@@ -18,7 +18,9 @@ MAX_FLOAT = sys.float_info.max
 MAX_TOKENS = 2**40
 
 
-def check_lengths(lengths: ArrayLike, name: str = "lengths") -> np.ndarray:
+def check_lengths(
+    lengths: ArrayLike, name: str = "lengths", least: int = 1
+) -> np.ndarray:
     """Returns `lengths` as an int32 or int64 array `[N]`, after checking it.
 
     An array of one of these dtypes is returned without a copy.
@@ -26,10 +28,11 @@ def check_lengths(lengths: ArrayLike, name: str = "lengths") -> np.ndarray:
     Args:
       lengths: `[N]` integers, one per example.
       name: the name of the argument, for messages.
+      least: the least length, 0 if an example may lack this sequence.
 
     Raises:
       ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
-        or holds a value below 1 or above 2**31 - 1.
+        or holds a value below `least` or above 2**31 - 1.
     """
     array = np.asarray(lengths)
     if array.ndim != 1:
@@ -45,10 +48,10 @@ def check_lengths(lengths: ArrayLike, name: str = "lengths") -> np.ndarray:
             "example `np.asarray(lengths, np.int32)`."
         )
     low, high = int(array.min()), int(array.max())
-    if low < 1 or high > MAX_LENGTH:
-        bad = int(np.argmax((array < 1) | (array > MAX_LENGTH)))
+    if low < least or high > MAX_LENGTH:
+        bad = int(np.argmax((array < least) | (array > MAX_LENGTH)))
         raise ValueError(
-            f"`{name}[{bad}]={array[bad]}`: a length must be between 1 and "
+            f"`{name}[{bad}]={array[bad]}`: a length must be between {least} and "
             f"{MAX_LENGTH}. Remove the example or measure it again."
         )
     # Narrow and unsigned dtypes cannot represent every T.

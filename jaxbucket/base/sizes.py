@@ -177,12 +177,14 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
 
     Args:
       lengths: sequence name -> `[N]` integers; or `[N, Q]` integers, with a column for
-        each sequence in the order of `sequences`.
+        each sequence in the order of `sequences`. An example that lacks a sequence has
+        length 0 there.
       sequences: the names of the Q sequences, sorted.
 
     Raises:
       ValueError: if the sequences of `lengths` are others, `check_lengths` refuses the
-        lengths of one, or their numbers of examples differ.
+        lengths of one, their numbers of examples differ, or an example has no token in
+        any of them.
     """
     if isinstance(lengths, np.ndarray) and lengths.shape[1:] == (len(sequences),):
         lengths = dict(zip(sequences, lengths.T, strict=True))
@@ -193,13 +195,19 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
         )
     check_sequence_names("lengths", lengths)
     check_same_sequences("lengths", lengths, sequences, "the plan has")
-    columns = [check_lengths(lengths[x], f"lengths[{x!r}]") for x in sequences]
+    columns = [check_lengths(lengths[x], f"lengths[{x!r}]", 0) for x in sequences]
     if len({len(column) for column in columns}) > 1:
         raise ValueError(
             f"`lengths` has the numbers of examples {[len(x) for x in columns]} for "
             f"{list(sequences)}. Pass one length per example for every sequence."
         )
-    return np.stack(columns, axis=1)
+    matrix = np.stack(columns, axis=1)
+    if (is_empty := ~matrix.any(axis=1)).any():
+        raise ValueError(
+            f"`lengths` of example {int(np.argmax(is_empty))} are 0 in all of "
+            f"{list(sequences)}. Remove the example or measure it again."
+        )
+    return matrix
 
 
 def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:

@@ -143,7 +143,7 @@ def collate_rows(
                 _copy(arrays, spec.axes, spans, place, features)
     if max_segments is None and not several:
         (key,) = seq_lens
-        return with_segments(features, key, row_mask(lengths[key][:, 0], bucket))
+        return with_segments(features, key, token_mask(lengths[key][:, 0], bucket))
     segment_arrays = {key: row_segments(lengths[key], t) for key, t in seq_lens.items()}
     return Batch(
         features,
@@ -200,6 +200,11 @@ def _segments(
     if entry is None:
         return ()
     if max_segments is None:
+        if isinstance(entry, list) and entry and isinstance(entry[0], Mapping):
+            raise ValueError(
+                f"A row is a list of {len(entry)} examples. Pass `max_segments=` to "
+                "pack several examples into a row."
+            )
         return (cast(Example, entry),)
     if isinstance(entry, Mapping) or len(entry) > max_segments:
         raise ValueError(
@@ -263,28 +268,27 @@ def row_segments(lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndar
 
     Args:
       lengths: `[B, S]` integers, the lengths of the examples in each row, 0 after the
-        last one. The lengths of a row add up to at most `seq_len`.
+        last one and for one that lacks the sequence. The lengths of a row add up to at
+        most `seq_len`.
       seq_len: T.
 
     Returns:
       `(segment_ids, positions)`, both `[B, T]` int32 with 0 in padding.
     """
-    num_rows = len(lengths)
     rows, segments = np.nonzero(lengths)
     starts = (np.cumsum(lengths, axis=1) - lengths)[rows, segments]
-    is_start = np.zeros((num_rows, seq_len), np.int32)
-    is_start[rows, starts] = 1
-    # The start of the example of each token.
-    first = np.zeros((num_rows, seq_len), np.int32)
+    # The number and the start of the example of each token: both only rise in a row.
+    ids, first = np.zeros((2, len(lengths), seq_len), np.int32)
+    ids[rows, starts] = segments + 1
     first[rows, starts] = starts
     places = np.arange(seq_len, dtype=np.int32)
     mask = places < lengths.sum(axis=1)[:, None]
-    ids = np.cumsum(is_start, axis=1, dtype=np.int32) * mask
+    ids = np.maximum.accumulate(ids, axis=1) * mask
     positions = (places - np.maximum.accumulate(first, axis=1)) * mask
     return ids, positions
 
 
-def row_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
+def token_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Returns `[B, T]` bool, True at the tokens of rows with these `[B]` lengths."""
     # Comparing two int32 arrays is several times as fast as mixing dtypes.
     positions = np.arange(bucket.tokens_per_row, dtype=np.int32)

@@ -107,9 +107,17 @@ class ExampleSpec:
           arrays: the features, which this example or `match` has returned.
 
         Raises:
-          ValueError: if the features of a sequence differ in length, or have length 0.
+          ValueError: if the features of a sequence differ in length, a feature has
+            length 0 in some of its sequences only, or all lengths are 0.
         """
-        return {name: _length(arrays, x) for name, x in self._groups.items()}
+        lengths = {name: _length(arrays, x) for name, x in self._groups.items()}
+        parts = [[bool(lengths[x]) for x in names] for names in self.axes.values()]
+        if not any(lengths.values()) or any(any(x) > all(x) for x in parts):
+            raise ValueError(
+                f"`sequences` of the example have the lengths {lengths}. Remove the "
+                "example (`jb.data.select`)."
+            )
+        return lengths
 
 
 def example_lengths(
@@ -171,11 +179,11 @@ def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -
 def _length(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -> int:
     """Returns the common length of features, given by the axis of each."""
     length, *others = {arrays[name].shape[axis] for name, axis in features.items()}
-    if others or not length:
+    if others:
         sizes = {name: arrays[name].shape[axis] for name, axis in features.items()}
         raise ValueError(
-            f"The example has sequences of the lengths {sizes}. Remove empty ones "
-            "(`jb.data.select`), or name those that share a length in `sequences`."
+            f"The example has sequences of the lengths {sizes}. Name those that share "
+            "a length in `sequences`."
         )
     return length
 

@@ -87,7 +87,8 @@ def measure_lengths(
       sequences: names of the features that will be padded. By default all features with
         a leading axis. With several sequences: a mapping from each to the features that
         share its length, as in `MeshLoader`. A feature in several of them has an axis
-        for each, in the order of the mapping.
+        for each, in the order of the mapping. An example that lacks one of several
+        sequences, as text without an image does, has an array of length 0 for it.
       num_workers: number of worker processes; 0 measures in this process. The source
         and the function are pickled and sent to each worker.
       cache: folder in which lengths are stored. They are reused if `sequences`,
@@ -106,8 +107,8 @@ def measure_lengths(
       sorted by name, as `plan_buckets` takes it.
 
     Raises:
-      ValueError: if the source is empty, if an example has no positive length, if a
-        feature is nested, if `length_fn` has names that `sequences` lacks, if a feature
+      ValueError: if the source is empty, if an example has no positive length in any
+        sequence, if a feature is nested, if `length_fn` has names that `sequences` lacks, if a feature
         lacks an axis, if `cache_key` is missing, or if processes measure different
         sources or do not share `cache`.
       RuntimeError: if a worker process dies.

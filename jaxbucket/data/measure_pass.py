@@ -41,7 +41,7 @@ class Measurement:
     Attributes:
       source: random-access source of examples.
       functions: functions from an example to a number, by name.
-      dtype: int32 for lengths, which are positive, or float64 for any finite numbers.
+      dtype: int32 for lengths, or float64 for any finite numbers.
       argument: the argument with the user's functions, for messages.
     """
 
@@ -63,16 +63,23 @@ class Measurement:
                 example = self.source[index]
                 for place, (name, function) in enumerate(self.functions.items()):
                     row[place] = self._checked(name, function(example))
+                if self.dtype == np.int32 and not row.any():
+                    raise ValueError(
+                        f"The example has length 0 in all of {list(self.functions)}. "
+                        "Remove it (`jb.data.select`)."
+                    )
         return values
 
     def _checked(self, name: str | None, value: Any) -> Any:
         number, kinds, least, most = np.asarray(value), "biuf", -MAX_FLOAT, MAX_FLOAT
         if self.dtype == np.int32:
-            kinds, least, most = "iu", 1, MAX_LENGTH
+            # An example may lack one of several sequences.
+            kinds, least, most = "iu", int(len(self.functions) == 1), MAX_LENGTH
         # NaN is not between the limits.
         if number.ndim or number.dtype.kind not in kinds or not least <= number <= most:
             which = "" if name is None else f" of {name!r}"
-            kind = "a finite number" if "f" in kinds else "an integer from 1 to 2**31-1"
+            kind = f"an integer from {least} to 2**31-1"
+            kind = "a finite number" if "f" in kinds else kind
             raise ValueError(
                 f"`{self.argument}`{which} returned {value!r}, not {kind}. Fix the "
                 "function, or remove the example."

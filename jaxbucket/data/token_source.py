@@ -16,7 +16,7 @@ from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.data.collate import (
     check_row_length,
-    row_mask,
+    token_mask,
     row_segments,
     with_segments,
 )
@@ -153,7 +153,7 @@ class TokenSource:
         if rows.ndim == 2:
             return self._packed(rows, starts, lengths, bucket, pad_value)
         filled = np.flatnonzero(rows != EMPTY_ROW)
-        mask = row_mask(lengths, bucket)
+        mask = token_mask(lengths, bucket)
 
         def gather(name: str, pad: np.ndarray) -> np.ndarray:
             tokens = self._windows(name, starts, filled, lengths, bucket)

@@ -54,15 +54,17 @@ def unbatch(
         listed = named if sequences is None else listed_names(sequences)
         axes = dict.fromkeys(listed, (key,))
     _check_shapes(features, axes, ids, max_segments)
-    first = next(iter(ids.values()))
+    numbers = Batch(features, ids, {}).segments_per_row
     examples = []
-    for row in np.flatnonzero(first.any(axis=1)):
-        # The end of each segment of the row, after a leading 0.
+    for row in np.flatnonzero(numbers):
+        # The end of each segment of the row, after a leading 0. A segment that lacks a
+        # sequence has length 0.
+        least = numbers[row] + 1
         ends = {
-            key: [0, *np.cumsum(np.bincount(x[row])[1:]).tolist()]
+            key: [0, *np.cumsum(np.bincount(x[row], minlength=least)[1:]).tolist()]
             for key, x in ids.items()
         }
-        for segment in range(int(first[row].max())):
+        for segment in range(int(numbers[row])):
             place = (row, ...) if max_segments is None else (row, segment, ...)
             example = {}
             for name, value in features.items():
@@ -88,8 +90,8 @@ def _check_shapes(
       ids: segment ids of each sequence.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
     """
-    first = next(iter(ids.values()))
-    if (most := int(first.max(initial=0))) > (max_segments or 1):
+    most = max(int(x.max(initial=0)) for x in ids.values())
+    if most > (max_segments or 1):
         raise ValueError(
             f"`max_segments={max_segments}`, but a row has {most} examples."
         )
@@ -97,7 +99,7 @@ def _check_shapes(
     others = () if max_segments is None else (max_segments,)
     for name in {**axes, **features}:
         sizes = [ids[key].shape[1] for key in axes[name]] if name in axes else others
-        expected = (len(first), *sizes)
+        expected = (len(next(iter(ids.values()))), *sizes)
         if shapes.get(name, ())[: len(expected)] != expected:
             raise ValueError(
                 f"With `sequences={list(axes)}` and `max_segments={max_segments}`, "

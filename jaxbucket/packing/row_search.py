@@ -212,8 +212,8 @@ class RowSearch:
 
     def _grid(self) -> list[Shape]:
         """Returns shapes in proportion to the longest T, or to the mean lengths."""
-        last, shortest = np.array(self.last), self._kinds.min(axis=0)
-        mean = self._counts @ self._kinds / len(self._lengths)
+        last, shortest = np.array(self.last), np.maximum(self._kinds.min(axis=0), 1)
+        mean = np.maximum(self._counts @ self._kinds / len(self._lengths), 1e-9)
         shapes = set()
         for direction in (last, mean * (last / mean).min()):
             steps = int(math.log((direction / shortest).max(), _RATIO)) + 1

@@ -229,7 +229,10 @@ def pack_kept(
     most = int(segments.max())
     if cap < MAX_LENGTH:
         # It depends only on the limit, and on how many of the shortest examples fit.
-        most = min(cap, int((seq_lens[-1] // kinds.min(axis=0)).min()))
+        least = np.append(kinds.min(axis=0), kinds.sum(axis=1).min())
+        sizes_of_row = np.append(seq_lens[-1], seq_lens[-1].sum())
+        bounds = sizes_of_row[least > 0] // least[least > 0]
+        most = min(cap, int(bounds.min()))
     return Packing(
         seq_lens=tuple(shapes),
         slot_lengths=slots.sum(axis=1, dtype=np.int32),

@@ -50,7 +50,7 @@ def count_kinds(
              [3, 1]], dtype=int32), array([1, 2]))
 
     Args:
-      lengths: `[N, Q]` positive integers, at most `capacities`.
+      lengths: `[N, Q]` integers, at most `capacities`.
       capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
     """
     if lengths.shape[1] == 1:

@@ -57,7 +57,7 @@ def fit_sequences(
     order = sorted(range(shapes.shape[1]), key=lambda i: -len(np.unique(kinds[:, i])))
     needs = kinds[:, order].tolist()
     wholes = [tuple(shape) for shape in shapes[:, order].tolist()]
-    rooms = _Rooms(wholes[-1], cap)
+    rooms = _Rooms(wholes[-1], cap, (kinds[:, order] == 0).any(axis=0).tolist())
     packed: list[_Rows] = []
     largest = np.lexsort((-shares.sum(axis=1), -shares.max(axis=1), -needed))
     for kind in largest.tolist():
@@ -66,7 +66,8 @@ def fit_sequences(
             rows = rooms.take_tightest(need) or OpenRows(sum(whole), whole, left)
             times = min(cap - rows.segments, left)
             if times > 1:
-                times = min(times, *map(operator.floordiv, rows.room, need))
+                pairs = zip(rows.room, need, strict=True)
+                times = min(times, *(size // n for size, n in pairs if n))
             number = min(rows.number, left // times)
             pairs = zip(rows.room, need, strict=True)
             room = tuple([size - times * n for size, n in pairs])
@@ -88,10 +89,16 @@ class _Rooms:
 
     Each node stores the maximum room for the second sequence among the rows below it
     (for the first, if there is only one), so that a search skips nodes without enough.
+
+    Args:
+      whole: the room of an empty row for each sequence.
+      cap: the maximum number of slots in a row.
+      optional: whether an example may lack each sequence, and so fit without room.
     """
 
-    def __init__(self, whole: tuple[int, ...], cap: int):
+    def __init__(self, whole: tuple[int, ...], cap: int, optional: list[bool]):
         self._cap = cap
+        self._optional = optional
         self._second = min(1, len(whole) - 1)
         self._leaves = 1 << whole[0].bit_length()
         self._rows: dict[int, list[_Rows]] = {}
@@ -100,7 +107,8 @@ class _Rooms:
         self._most = [-1] * (2 * self._leaves)
 
     def put(self, rows: _Rows) -> None:
-        if all(rows.room) and rows.segments < self._cap:
+        has_room = all(map(operator.or_, map(bool, rows.room), self._optional))
+        if has_room and rows.segments < self._cap:
             leaf = rows.room[0]
             bisect.insort(self._rows.setdefault(leaf, []), rows, key=_room_of)
             self._update(leaf)

@@ -31,14 +31,14 @@ class Points:
         """Returns the points of examples.
 
         Args:
-          lengths: `[N, Q]` positive integers.
+          lengths: `[N, Q]` integers, 0 for a sequence that an example lacks.
           multiples: `[Q]` integers, of which every T of a sequence is a multiple.
           last: `[Q]` multiples of these, the longest possible T.
           most: if there are at most this many combinations of T, all are possible.
             Otherwise, only the lengths of examples and `last`, rounded up, are.
         """
         units = [
-            -(-column // multiple)
+            np.maximum(-(-column // multiple), 1)
             for column, multiple in zip(lengths.T, multiples.tolist(), strict=True)
         ]
         ends = (last // multiples).tolist()

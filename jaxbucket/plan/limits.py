@@ -201,7 +201,8 @@ class Limits:
 
     def rounded(self, lengths: np.ndarray) -> np.ndarray:
         """Returns lengths, `[..., Q]` or `[...]`, rounded up to possible T, int64."""
-        lengths = np.asarray(lengths, np.int64)
+        # A T is positive, even if no example has the sequence.
+        lengths = np.maximum(np.asarray(lengths, np.int64), 1)
         return -(-lengths // self.multiples) * self.multiples
 
     def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:

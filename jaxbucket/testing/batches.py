@@ -198,7 +198,10 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
                 continue
             steps = np.diff(ids, axis=1, prepend=0)
             # Only padding may follow the last segment.
-            if not np.isin(steps[ids > 0], (0, 1)).all() or np.any(
+            # An example may lack one of several sequences.
+            largest = 1 if len(batch.segment_ids) == 1 else steps.max(initial=0)
+            is_ordered = (0 <= steps) & (steps <= largest)
+            if not is_ordered[ids > 0].all() or np.any(
                 (ids[:, :-1] == 0) & (ids[:, 1:] > 0)
             ):
                 yield (
@@ -251,12 +254,11 @@ def _exactly_once(
 
 def _examples(batch: Batch, index_feature: str) -> np.ndarray:
     """Returns the identities of all examples of a batch, `[num_examples]`."""
-    ids = next(iter(batch.segment_ids.values()))
     identities = np.asarray(batch.features[index_feature]).astype(np.int64)
-    num_segments = ids.max(axis=1)
     if identities.ndim == 1:
-        return identities[num_segments > 0]
-    return identities[np.arange(identities.shape[1]) < num_segments[:, None]]
+        return identities[batch.row_mask]
+    slots = np.arange(identities.shape[1])
+    return identities[slots < batch.segments_per_row[:, None]]
 
 
 def _format_numbers(numbers: np.ndarray) -> str:

@@ -13,7 +13,6 @@ from jaxbucket.base.checks import check_choice
 from jaxbucket.testing.batches import shorten
 from jaxbucket.testing.variants import (
     PaddedFeatures,
-    filled_rows,
     is_packed,
     take_rows,
     with_empty_rows,
@@ -177,7 +176,7 @@ def _checked_batch(batch: Batch) -> Batch:
             f"`batch` is a {type(batch).__name__}. Pass a single `jaxbucket.Batch`."
         )
     batch = jax.tree.map(np.array, batch)
-    filled = filled_rows(batch)
+    filled = batch.row_mask
     if filled.sum() < 2:
         raise ValueError(
             f"`batch` has {filled.sum()} rows with examples, too few for a comparison. "

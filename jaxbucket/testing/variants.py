@@ -15,14 +15,9 @@ from jaxbucket.base.batch import Batch
 PaddedFeatures: TypeAlias = Collection[str] | Mapping[str, Collection[str]] | None
 
 
-def filled_rows(batch: Batch) -> np.ndarray:
-    """Returns `[B]` bool, whether each row contains an example."""
-    return _num_segments(batch) > 0
-
-
 def is_packed(batch: Batch) -> bool:
     """Returns whether a row contains several examples."""
-    return bool(_num_segments(batch).max() > 1)
+    return bool(batch.segments_per_row.max() > 1)
 
 
 def take_rows(batch: Batch, rows: np.ndarray) -> Batch:
@@ -68,7 +63,7 @@ def with_more_columns(batch: Batch, sequences: PaddedFeatures) -> Batch:
 
 def without_neighbors(batch: Batch, sequences: PaddedFeatures) -> Batch:
     """Returns the batch with every example at the start of a row of its own."""
-    counts = _num_segments(batch)
+    counts = batch.segments_per_row
     rows, segments = np.nonzero(np.arange(counts.max()) < counts[:, None])
     columns, real = {}, {}
     for name, ids in batch.segment_ids.items():
@@ -98,18 +93,13 @@ def without_neighbors(batch: Batch, sequences: PaddedFeatures) -> Batch:
     return Batch(features, segment_ids, positions)
 
 
-def _num_segments(batch: Batch) -> np.ndarray:
-    """Returns `[B]`, the number of examples in each row."""
-    return next(iter(batch.segment_ids.values())).max(axis=1)
-
-
 def _real_entries(batch: Batch, name: str, sequences: PaddedFeatures) -> np.ndarray:
     """Returns a bool array of the entries of a feature that are not padding.
 
     It is `[B, T]` for a sequence, `[B, T, T', ...]` for a feature with axes of several
     sequences, `[B, S]` for a scalar of packed examples, and `[B]` otherwise.
     """
-    num_segments, x = _num_segments(batch), batch.features[name]
+    num_segments, x = batch.segments_per_row, batch.features[name]
     if found := _find_sequences(batch, name, sequences):
         real = np.ones(len(x), bool)
         for key in found:

@@ -147,6 +147,7 @@ ROW_1 = r"[^$]*row 1"
         ([[X] * 3], {"max_segments": 2}, "`max_segments=2`"),
         ([[X] * 2], {"max_segments": 2}, "`seq_len=4`"),
         ([X], {"max_segments": 2}, "`max_segments=2`"),
+        ([[X, X]], {}, "`max_segments="),
         ([{"x": [1], "name": "ab"}], {}, "'name'"),
         ([{"x": [1], "name": None}], {}, "'name'"),
         ([{"x": [1], "name": b"ab"}], {}, "'name'"),

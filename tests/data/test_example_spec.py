@@ -173,7 +173,6 @@ BUCKET = Bucket(1, {"height": 4, "width": 4})
             IMAGE | {"columns": np.ones(3)},
             {"height": ["image"], "width": ["image", "columns"]},
         ),
-        ({"image": np.ones((3, 0))}, SEQUENCES),
     ],
 )
 def test_wrong_axes_are_refused(example, sequences):
@@ -188,6 +187,8 @@ def test_images_do_not_fit_into_rows_of_other_kinds():
     batch = collate_rows([IMAGE], BUCKET, sequences=SEQUENCES)
     with pytest.raises(ValueError, match="5 of 'width', beyond `seq_len=4`"):
         collate_rows([{"image": np.ones((2, 5))}], BUCKET, sequences=SEQUENCES)
+    with pytest.raises(ValueError, match="`sequences`"):
+        collate_rows([{"image": np.ones((3, 0))}], BUCKET, sequences=SEQUENCES)
     with pytest.raises(ValueError, match=r"two sequences, if two axes differ"):
         collate_rows([{"x": np.ones((n, n))} for n in (2, 3)], Bucket(2, 4))
     wrong = batch._replace(features={"image": np.ones((1, 4, 5))})
