@@ -24,6 +24,7 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 from jaxbucket.base.version import __version__ as __version__
 
 with _lazy_names(globals()):
+    from jaxbucket.attention.formats import convert_batch as convert_batch
     from jaxbucket.attention.segment import segment_attention as segment_attention
     from jaxbucket.attention.targets import next_tokens as next_tokens
     from jaxbucket.base.batch import Batch as Batch

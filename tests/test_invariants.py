@@ -32,12 +32,12 @@ ORDERS = (
     *("shuffled", "spread", "source", "ascending", "descending"),
     *("curriculum", "mixture", "joined", GroupedByLength(2)),
 )
-REMAINDERS = ("cheapest", "promote", "pad", "drop")
+REMAINDERS = ("cheapest", "promote", "pad", "drop", "repeat")
 GROUPS = ((1, "same"), (2, "same"), (3, "mixed"))
 # All pairs of options.
 CASES = [
     (ORDERS[i], REMAINDERS[j], GROUPS[k])
-    for i, j, k in itertools.product(range(len(ORDERS)), range(4), range(3))
+    for i, j, k in itertools.product(range(len(ORDERS)), range(5), range(3))
     if (i + j + k) % 3 == 0
 ]
 HOSTS = (1, 2, 3, 8)
@@ -103,6 +103,14 @@ def ids(case) -> str:
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_every_invariant_holds(case):
     schedule, left_out = schedule_of(*case)
+    repeated = 0
+    if case[1] == "repeat":
+        steps = range(schedule.epoch_start(1))
+        batches = [batch for step in steps for batch in schedule.micro_batches(step)]
+        assert all((batch.rows >= 0).all() for batch in batches)
+        repeated = sum(batch.bucket.batch_size for batch in batches) - len(LENGTHS)
+        if isinstance(schedule, BatchSchedule):
+            assert schedule.report().repeated_rows == repeated
     for num_hosts in HOSTS:
 
         def loader(host, start_step, num_hosts=num_hosts):
@@ -116,6 +124,7 @@ def test_every_invariant_holds(case):
             max_tokens=PLAN.max_tokens,
             num_hosts=num_hosts,
             num_dropped=left_out,
+            num_repeated=repeated,
             # With one host, resume at every step.
             resume_at=None if num_hosts == 1 else (1, len(schedule) - 1),
         )

@@ -3,13 +3,17 @@
 `segment` chooses between `blockwise`, in plain jax, and `splash`, a TPU kernel. Neither
 of them creates a mask of `[B, T, T]`, as `masks` does. `targets` computes targets and
 weights of losses on packed rows, and `sums` adds up numbers of each example.
-`left_padding` moves padding to the beginning of rows and back.
+`left_padding` moves padding to the beginning of rows and back. `formats` returns
+batches under the names of other libraries.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.attention.exchange import exchange_heads as exchange_heads
+    from jaxbucket.attention.formats import FORMATS as FORMATS
+    from jaxbucket.attention.formats import BatchFormat as BatchFormat
+    from jaxbucket.attention.formats import convert_batch as convert_batch
     from jaxbucket.attention.left_padding import left_padded as left_padded
     from jaxbucket.attention.left_padding import right_padded as right_padded
     from jaxbucket.attention.masks import attention_mask as attention_mask

@@ -143,7 +143,7 @@ def next_tokens(
     """
     check_is_batch("batch", batch)
     if name is None:
-        name = _token_feature(batch)
+        name = token_feature(batch, loss_weights)
     if sequence is None and name in batch.segment_ids:
         sequence = name
     ids = row_ids(batch, sequence)
@@ -160,27 +160,30 @@ def next_tokens(
     is_real = ids > 0
     is_jax = any(isinstance(x, jax.Array) for x in jax.tree.leaves(batch))
     xp = jnp if is_jax else np
-
-    def from_left(x: Any) -> Any:
-        return xp.pad(x, ((0, 0), (1, 0)))[:, :-1]
-
-    def from_right(x: Any) -> Any:
-        return xp.pad(x, ((0, 0), (0, 1)))[:, 1:]
-
     if bos_token is None:
-        inputs, targets = tokens, from_right(tokens)
-        is_target = is_real & (from_right(ids) == ids)
-        counts = counts if counts is None else from_right(counts)
+        inputs, targets = tokens, shift_left(tokens)
+        is_target = is_real & (shift_left(ids) == ids)
+        counts = counts if counts is None else shift_left(counts)
     else:
-        is_first = ~is_real | (from_left(ids) != ids)
+        is_first = ~is_real | (shift_right(ids) != ids)
         first = np.array(check_integer("bos_token", bos_token), tokens.dtype)
-        inputs, targets = xp.where(is_first, first, from_left(tokens)), tokens
+        inputs, targets = xp.where(is_first, first, shift_right(tokens)), tokens
         is_target = is_real
     # Features may hold any value in padding, including NaN.
     values: Any = np.float32(1) if counts is None else counts
     weights = xp.where(is_target, values, np.float32(0))
     targets = xp.where(weights != 0, targets, tokens.dtype.type(0))
     return NextTokens(inputs, targets, weights)
+
+
+def shift_left(x: Any) -> Any:
+    """Returns `[B, T]` values moved one column to the left, 0 in the last one."""
+    return x.__array_namespace__().pad(x, ((0, 0), (0, 1)))[:, 1:]
+
+
+def shift_right(x: Any) -> Any:
+    """Returns `[B, T]` values moved one column to the right, 0 in the first one."""
+    return x.__array_namespace__().pad(x, ((0, 0), (1, 0)))[:, :-1]
 
 
 def row_ids(batch: Batch, sequence: str | None) -> Any:
@@ -196,13 +199,15 @@ def row_ids(batch: Batch, sequence: str | None) -> Any:
     return batch.segment_ids[sequence]
 
 
-def _token_feature(batch: Batch) -> str:
-    """Returns the name of the only feature that can hold tokens."""
+def token_feature(batch: Batch, loss_weights: str | None) -> str:
+    """Returns the name of the only feature that can hold tokens, besides weights."""
     shapes = [ids.shape for ids in batch.segment_ids.values()]
     names = [
         name
         for name, x in batch.features.items()
-        if x.shape in shapes and jnp.issubdtype(x.dtype, jnp.integer)
+        if name != loss_weights
+        and x.shape in shapes
+        and jnp.issubdtype(x.dtype, jnp.integer)
     ]
     if len(names) != 1:
         raise ValueError(

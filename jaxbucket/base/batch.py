@@ -10,15 +10,12 @@ Three kinds of index are used throughout:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import (
-    check_choice,
-    check_type,
-)
+from jaxbucket.base.checks import check_type
 from jaxbucket.base.sizes import Sizes
 
 EMPTY_ROW = -1
@@ -128,25 +125,18 @@ class Batch(NamedTuple):
         (name, ids), *others = self.segment_ids.items()
         return Bucket(ids.shape[0], Sizes(sizes) if others else sizes[name])
 
-    def as_dict(self, style: Literal["grain", "maxtext"] = "grain") -> dict[str, Any]:
-        """Returns all arrays in one flat dict, with the names of another library.
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all arrays in one flat dict: `x`, `x_segment_ids`, `x_positions`.
 
-        Args:
-          style: "grain" for the names `x`, `x_segment_ids` and `x_positions`, "maxtext"
-            for `x`, `x_segmentation` and `x_position`.
+        These are the names of Grain's packing. `jaxbucket.convert_batch` returns a
+        batch under those of MaxText, T5, Hugging Face and others.
 
         Raises:
-          ValueError: if the style is unknown, or a feature already has such a name.
+          ValueError: if a feature already has such a name.
         """
-        suffixes = {
-            "grain": ("segment_ids", "positions"),
-            "maxtext": ("segmentation", "position"),
-        }
-        check_choice("style", style, list(suffixes))
-        ids, positions = suffixes[style]
         derived = {
-            **{f"{name}_{ids}": value for name, value in self.segment_ids.items()},
-            **{f"{name}_{positions}": value for name, value in self.positions.items()},
+            **{f"{name}_segment_ids": x for name, x in self.segment_ids.items()},
+            **{f"{name}_positions": x for name, x in self.positions.items()},
         }
         taken = sorted(derived.keys() & self.features.keys())
         if taken:

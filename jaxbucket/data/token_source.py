@@ -16,8 +16,8 @@ from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.data.collate import (
     check_row_length,
-    token_mask,
     row_segments,
+    token_mask,
     with_segments,
 )
 from jaxbucket.data.example_spec import ExampleSpec

@@ -91,8 +91,10 @@ class BatchSchedule(Schedule):
       seed: an integer from 0 to 2**63 - 1.
       order: one of the orders above.
       remainder: the policy for examples that do not fill a batch: "cheapest" as above,
-        "promote" to always move them up, "pad" to always keep them in their bucket, or
-        "drop" to leave them out. If epochs are redrawn, each drops different examples.
+        "promote" to always move them up, "pad" to always keep them in their bucket,
+        "drop" to leave them out, or "repeat" for "cheapest" without empty rows: these
+        repeat the examples of their batch evenly, which then count more than others.
+        If epochs are redrawn, each drops or repeats different examples.
       largest_first: whether the first epoch starts with a batch of the bucket with the
         most tokens, so that a lack of memory becomes apparent immediately. Its other
         batches follow in the usual order.
@@ -213,6 +215,11 @@ class BatchSchedule(Schedule):
         )
 
     @property
+    def _repeats(self) -> bool:
+        """Whether rows that would be empty repeat examples."""
+        return self.remainder == "repeat"
+
+    @property
     def flow(self) -> RowFlow:
         """The number of rows and batches of every bucket in one epoch."""
         return self._rows.flow
@@ -241,7 +248,7 @@ class BatchSchedule(Schedule):
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self.accumulate
         numbers = range(first, first + self.accumulate)
-        repeats = self._order.replacement
+        repeats = self._order.replacement or self._repeats
         return tuple(
             BatchDraws(self.seed, epoch, number if repeats else None)
             for number in numbers
@@ -250,11 +257,14 @@ class BatchSchedule(Schedule):
     def _batches(self, epoch: int, position: int) -> list[BatchIndices]:
         """Returns the micro-batches of the batch at a position of the order."""
         if position >= self._rows.num_batches:
-            return [self._filler]
+            if not self._repeats:
+                return [self._filler]
+            position %= self._rows.num_batches
         index, examples = self._epochs.batch(epoch, position)
         bucket = self.plan.buckets[index]
-        rows = np.full(int(self._rows.sizes[index]), EMPTY_ROW, np.int64)
-        rows[: len(examples)] = examples
+        rows = np.resize(examples, int(self._rows.sizes[index]))
+        if not self._repeats:
+            rows[len(examples) :] = EMPTY_ROW
         parts = rows.reshape(-1, bucket.batch_size)
         if (packed := self._packed_rows) is None:
             if self.balance:

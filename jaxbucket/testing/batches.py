@@ -32,6 +32,7 @@ def check_batches(
     num_hosts: int = 1,
     index_feature: str = "index",
     num_dropped: int = 0,
+    num_repeated: int = 0,
     resume_at: Iterable[int] | None = None,
 ) -> None:
     """Checks the invariants of one epoch of a loader, over all its hosts.
@@ -55,6 +56,8 @@ def check_batches(
       index_feature: the feature that identifies the examples: `[B]`, or
         `[B, max_segments]` if rows are packed.
       num_dropped: the number of examples that the epoch leaves out on purpose.
+      num_repeated: the number of rows, or examples in packed rows, that repeat an
+        example of the epoch on purpose.
       resume_at: the steps at which to resume, by default all steps.
 
     Raises:
@@ -71,7 +74,7 @@ def check_batches(
         *_shapes(hosts, set(buckets), max_tokens),
         *_arrays(hosts),
         *_segments(hosts),
-        *_exactly_once(hosts, num_examples, index_feature, num_dropped),
+        *_exactly_once(hosts, num_examples, index_feature, num_dropped, num_repeated),
     ]
     steps = list(range(len(hosts[0])) if resume_at is None else resume_at)
     for host, local_steps in enumerate(hosts):
@@ -220,7 +223,11 @@ def _segments(hosts: list[list[Step]]) -> Iterator[str]:
 
 
 def _exactly_once(
-    hosts: list[list[Step]], num_examples: int, index_feature: str, num_dropped: int
+    hosts: list[list[Step]],
+    num_examples: int,
+    index_feature: str,
+    num_dropped: int,
+    num_repeated: int,
 ) -> Iterator[str]:
     """Yields a line for each way in which examples are missing, repeated or unknown."""
     for host, step, batch in _batches(hosts):
@@ -248,7 +255,7 @@ def _exactly_once(
             f"Exactly once: {len(missing)} examples{shown} are in no row, but "
             f"`num_dropped={num_dropped}`."
         )
-    if len(repeated):
+    if np.sum(counts[repeated] - 1) != num_repeated:
         yield f"Exactly once: examples {_format_numbers(repeated)} are in several rows."
 
 

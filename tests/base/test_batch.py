@@ -60,14 +60,10 @@ def test_the_mask_of_shapes_is_a_shape():
     assert spec.mask == jax.ShapeDtypeStruct((3, 6), bool)
 
 
-def test_as_dict_uses_the_names_of_grain_and_maxtext():
+def test_as_dict_uses_the_names_of_grain():
     batch = packed()
     assert set(batch.as_dict()) == {"x", "x_segment_ids", "x_positions"}
-    maxtext = batch.as_dict("maxtext")
-    assert set(maxtext) == {"x", "x_segmentation", "x_position"}
-    assert maxtext["x_segmentation"] is batch.segment_ids["x"]
-    with pytest.raises(ValueError, match="`style"):
-        batch.as_dict("t5x")
+    assert batch.as_dict()["x_segment_ids"] is batch.segment_ids["x"]
 
 
 def test_a_feature_with_the_name_of_a_derived_array_is_refused():
@@ -75,7 +71,19 @@ def test_a_feature_with_the_name_of_a_derived_array_is_refused():
     batch.features["x_positions"] = batch.features["x"]
     with pytest.raises(ValueError, match=r"`features` already has \['x_positions'\]"):
         batch.as_dict()
-    assert "x_positions" in batch.as_dict("maxtext")
+
+
+def test_empty_rows_and_examples_without_a_sequence_are_counted():
+    ids = {
+        "x": np.array([[1, 1, 3, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),
+        "y": np.array([[1, 2], [1, 0], [0, 0]]),
+    }
+    for cast in (np.asarray, jax.numpy.asarray):
+        batch = jax.tree.map(cast, Batch({}, ids, {}))
+        assert batch.segments_per_row.tolist() == [3, 1, 0]
+        assert batch.row_mask.tolist() == [True, True, False]
+        assert batch.num_examples == 4
+        assert jax.jit(lambda batch: batch.row_mask)(batch).tolist() == [1, 1, 0]
 
 
 def test_the_mask_of_two_sequences_is_ambiguous():

@@ -202,6 +202,7 @@ def test_a_schedule_that_repeats_or_leaves_out_examples_is_refused():
     schedules = [
         jb.BatchSchedule(plan, lengths, order=order),
         jb.BatchSchedule(plan, lengths, remainder="drop"),
+        jb.BatchSchedule(plan, lengths, remainder="repeat"),
         jb.Mixture([half, half], weights=[2, 1]),
     ]
     for schedule in schedules:

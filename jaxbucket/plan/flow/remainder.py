@@ -21,7 +21,7 @@ from jaxbucket.base.checks import check_choice
 from jaxbucket.plan.flow.between import search_targets
 from jaxbucket.plan.flow.dominance import dominates
 
-Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop"]
+Remainder: TypeAlias = Literal["cheapest", "promote", "pad", "drop", "repeat"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +113,9 @@ def flow_remainders(
       batch_sizes: `[K]` integers, the B of each bucket.
       costs: `[K]` numbers, the cost of a batch of each bucket, for example its B * T.
       policy: "cheapest"; "promote" to promote every remainder, to the bucket with the
-        cheapest rows if there are several; "pad" to pad every remainder; or "drop" to
-        leave out every remainder.
+        cheapest rows if there are several; "pad" to pad every remainder; "drop" to
+        leave out every remainder; or "repeat", which costs the same as "cheapest",
+        because rows that would be empty repeat examples.
       above: `[K, K]` bool, whether bucket j can take the remainder of bucket k at
         `[k, j]`, only later ones can; None for a chain.
 

@@ -253,8 +253,8 @@ def compare_plans(
       num_buckets: the maximum number of shapes of each rule's plan.
       others: name -> a plan to compare with, such as `BucketPlan.from_shapes(...)`.
       remainder: what happens to examples that do not fill a batch: "cheapest" moves
-        them to longer buckets if that costs less, "promote" always moves them, and
-        "pad" leaves them in batches with empty rows.
+        them to longer buckets if that costs less, "promote" always moves them, "pad"
+        leaves them in batches with empty rows, and "repeat" costs what "cheapest" does.
 
     Raises:
       ValueError: if lengths are empty, not positive integers, or too long for the
@@ -284,7 +284,7 @@ def compare_plans(
         ComparedPlan(name, plan, report(plan, lengths, **options))
         for name, plan in [*plans.items(), *mine.items()]
     ]
-    exact = exact and remainder == "cheapest"
+    exact = exact and remainder in ("cheapest", "repeat")
     return Comparison((), least_cost, num_buckets, exact).extended(compared)
 
 

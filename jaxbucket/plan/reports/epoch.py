@@ -63,7 +63,8 @@ def report(
         `overlong="split"`, one per example or one per chunk.
       remainder: what happens to examples that do not fill a batch: "cheapest" moves
         them to longer buckets if that costs less, "promote" always moves them, "pad"
-        leaves them in batches with empty rows, and "drop" leaves them out.
+        leaves them in batches with empty rows, and "drop" leaves them out. "repeat" is
+        "cheapest", but rows that would be empty repeat examples of their batch.
       accumulate: micro-batches per step.
       group: whether the micro-batches of a step have the "same" bucket or are "mixed".
 
@@ -111,6 +112,8 @@ def report(
         padding_in_rows=(in_rows - real) / max(padded, 1),
         padding_in_empty_rows=(padded - in_rows) / max(padded, 1),
         left_over_examples=int(flow.dropped.sum()),
+        repeated_rows=(remainder == "repeat")
+        * int((batches * plan.batch_sizes - flow.rows).sum()),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         split_examples=split,

@@ -58,6 +58,8 @@ class Report(Record):
       padding_in_empty_rows: the part of `padding` in rows without an example.
       left_over_examples: examples left out of an epoch because they do not fill a
         batch.
+      repeated_rows: rows that repeat an example of their batch. They count as empty
+        in all other fields, because they hold nothing new.
       dropped_examples: examples left out because they are too long.
       unselected_examples: examples that are not in the `subset` of the schedule.
       truncated_examples: examples truncated because they are too long.
@@ -97,6 +99,7 @@ class Report(Record):
     epoch_cost: float
     cost_unit: str
     unselected_examples: int = 0
+    repeated_rows: int = 0
     split_examples: int = 0
     chunks: int = 0
     packed_examples: int = 0
@@ -231,6 +234,8 @@ class Report(Record):
         ):
             if number:
                 lines.append(f"{number:,} examples {what}.")
+        if self.repeated_rows:
+            lines.append(f"{self.repeated_rows:,} empty rows repeat examples.")
         lines += self.wasteful_limits
         return "\n".join(lines)
 

@@ -1,0 +1,236 @@
+"""Batches as flat dicts, under the names that other libraries use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from jaxbucket.attention.masks import attention_mask
+from jaxbucket.attention.targets import next_tokens, row_ids, shift_right, token_feature
+from jaxbucket.base.batch import Batch, check_is_batch
+
+# Output name -> the name of a column below, "encoder." and such a name, or a function.
+BatchFormat: TypeAlias = Mapping[str, str | Callable[[Batch], Any]]
+
+_IGNORED_LABEL = -100
+
+# By the name of a library. Add one of your own, or pass it to `convert_batch`.
+FORMATS: dict[str, BatchFormat] = {
+    "easylm": {
+        "input_tokens": "tokens",
+        "target_tokens": "targets",
+        "loss_masks": "weights",
+    },
+    "gemma": {"input": "tokens", "target": "targets", "loss_mask": "weights"},
+    "huggingface": {
+        "input_ids": "tokens",
+        "attention_mask": "mask",
+        "position_ids": "positions",
+        "labels": "labels",
+    },
+    "huggingface_seq2seq": {
+        "input_ids": "encoder.tokens",
+        "attention_mask": "encoder.mask",
+        "decoder_input_ids": "decoder_inputs",
+        "decoder_attention_mask": "mask",
+        "labels": "decoder_labels",
+    },
+    "maxtext": {
+        "inputs": "tokens",
+        "inputs_position": "positions",
+        "inputs_segmentation": "segment_ids",
+        "targets": "targets",
+        "targets_position": "positions",
+        "targets_segmentation": "target_segment_ids",
+    },
+    "t5": {
+        "encoder_input_tokens": "encoder.tokens",
+        "encoder_segment_ids": "encoder.segment_ids",
+        "encoder_positions": "encoder.positions",
+        "decoder_input_tokens": "decoder_inputs",
+        "decoder_target_tokens": "tokens",
+        "decoder_loss_weights": "decoder_weights",
+        "decoder_segment_ids": "segment_ids",
+        "decoder_positions": "positions",
+    },
+    "t5_decoder": {
+        "decoder_input_tokens": "decoder_inputs",
+        "decoder_target_tokens": "tokens",
+        "decoder_loss_weights": "decoder_weights",
+        "decoder_segment_ids": "segment_ids",
+        "decoder_positions": "positions",
+    },
+    "tunix": {
+        "input_tokens": "tokens",
+        "input_mask": "is_target",
+        "positions": "positions",
+        "attention_mask": "causal_mask",
+    },
+}
+
+
+def convert_batch(
+    batch: Batch,
+    names: str | BatchFormat,
+    *,
+    tokens: str | None = None,
+    encoder: str | None = None,
+    loss_weights: str | None = None,
+    bos_token: int = 0,
+) -> dict[str, Any]:
+    """Returns a batch as a flat dict under the names of another library.
+
+    Example:
+      >>> from jaxbucket import Bucket
+      >>> from jaxbucket.data.collate import collate_rows
+      >>> batch = collate_rows([{"tokens": [7, 3, 9]}], Bucket(1, 4))
+      >>> for name, x in convert_batch(batch, "huggingface").items():
+      ...     print(name, x.tolist())
+      input_ids [[7, 3, 9, 0]]
+      attention_mask [[1, 1, 1, 0]]
+      position_ids [[0, 1, 2, 0]]
+      labels [[-100, 3, 9, -100]]
+
+    Example: names of your own, and a function of the batch.
+      >>> mine = {"x": "tokens", "y": "targets", "rows": lambda batch: batch.row_mask}
+      >>> convert_batch(batch, mine)["rows"].tolist()
+      [True]
+
+    The columns, `[B, T]` unless another shape is given:
+
+    * "tokens", "positions" and "segment_ids", as in the batch (tokens of less than 32
+      bits become int32);
+    * "mask": int32, 1 for real tokens;
+    * "targets", "weights": the token that follows each one in its example, and its
+      weight, as `next_tokens` returns them; "target_segment_ids": int32, the segment
+      ids where the weight is not 0;
+    * "is_target": int32, 1 for tokens that are a target; "labels": these tokens, and
+      -100 for others, for a model that shifts them itself;
+    * "decoder_inputs": the tokens after `bos_token`, which starts every example;
+      "decoder_weights": float32, the weight of each token as the target of these, and
+      "decoder_labels": the tokens, -100 where that is 0;
+    * "causal_mask": `[B, T, T]` bool, the tokens that each may attend to.
+
+    "encoder." before a column takes it of the encoder's sequence.
+
+    Args:
+      batch: a batch of padded or packed rows, with numpy arrays or `jax.Array`s. It may
+        be traced by jit.
+      names: a key of `FORMATS`, or a mapping from each output name to a column or to a
+        function of the batch. "huggingface" has no mask that keeps the examples of a
+        packed row apart.
+      tokens: the feature with the tokens, or with those of the decoder; by default the
+        only feature of `[B, T]` integers.
+      encoder: the feature with the tokens of the encoder.
+      loss_weights: a feature with the weight of each token as a target, as for
+        `next_tokens`.
+      bos_token: the token that starts the decoder's inputs.
+
+    Returns:
+      The columns under their new names, followed by all features that are in none of
+      the roles above, under their own names.
+
+    Raises:
+      ValueError: if `batch` is not a `Batch`, a format, column or feature is unknown, a
+        feature already has one of the names, or `encoder` is needed but missing.
+    """
+    check_is_batch("batch", batch)
+    if isinstance(names, str):
+        if names not in FORMATS:
+            raise ValueError(f"`names={names!r}`: pass one of {sorted(FORMATS)}.")
+        names = FORMATS[names]
+    tokens = token_feature(batch, loss_weights) if tokens is None else tokens
+    roles = {"": _Columns(batch, tokens, loss_weights, bos_token)}
+    if encoder is not None:
+        roles["encoder"] = _Columns(batch, encoder, None, bos_token)
+    used = {tokens, encoder, loss_weights}
+    others = {name: x for name, x in batch.features.items() if name not in used}
+    if taken := sorted(others.keys() & names.keys()):
+        raise ValueError(f"`features` already has {taken}. Rename these features.")
+    columns = {
+        name: column(batch) if callable(column) else _column(roles, column)
+        for name, column in names.items()
+    }
+    return {**columns, **others}
+
+
+def _column(roles: Mapping[str, _Columns], path: str) -> Any:
+    """Returns a column of the sequence of a role."""
+    role, _, column = path.rpartition(".")
+    if role not in roles or column not in _COLUMNS:
+        raise ValueError(
+            f"`names` has {path!r}. Pass one of {sorted(_COLUMNS)}, or with `encoder=` "
+            'such a column after "encoder.".'
+        )
+    return getattr(roles[role], column)
+
+
+class _Columns:
+    """The columns of one sequence; `convert_batch` describes them."""
+
+    def __init__(
+        self, batch: Batch, name: str, loss_weights: str | None, bos_token: int
+    ):
+        sequence = name if name in batch.segment_ids else None
+        self._next = functools.partial(
+            next_tokens, batch, name, sequence=sequence, loss_weights=loss_weights
+        )
+        self._bos_token = bos_token
+        self.segment_ids = row_ids(batch, sequence)
+        (key,) = (k for k, x in batch.segment_ids.items() if x is self.segment_ids)
+        self.positions = batch.positions[key]
+
+    @property
+    def tokens(self) -> Any:
+        return self._next().inputs
+
+    @property
+    def mask(self) -> Any:
+        return (self.segment_ids > 0).astype("int32")
+
+    @property
+    def targets(self) -> Any:
+        return self._next().targets
+
+    @property
+    def weights(self) -> Any:
+        return self._next().weights
+
+    @property
+    def target_segment_ids(self) -> Any:
+        return self.segment_ids * (self.weights != 0).astype("int32")
+
+    @property
+    def is_target(self) -> Any:
+        return (shift_right(self.weights) != 0).astype("int32")
+
+    @property
+    def labels(self) -> Any:
+        return _labels(self.tokens, self.is_target)
+
+    @property
+    def decoder_inputs(self) -> Any:
+        return self._next(bos_token=self._bos_token).inputs
+
+    @property
+    def decoder_weights(self) -> Any:
+        return self._next(bos_token=self._bos_token).weights
+
+    @property
+    def decoder_labels(self) -> Any:
+        return _labels(self.tokens, (self.decoder_weights != 0).astype("int32"))
+
+    @property
+    def causal_mask(self) -> Any:
+        return attention_mask(self.segment_ids, self.positions)[:, 0]
+
+
+_COLUMNS = {"segment_ids", "positions"} | {
+    name for name, x in vars(_Columns).items() if isinstance(x, property)
+}
+
+
+def _labels(tokens: Any, is_target: Any) -> Any:
+    """Returns the tokens that are targets, and -100 for others."""
+    return (tokens - _IGNORED_LABEL) * is_target.astype(tokens.dtype) + _IGNORED_LABEL
