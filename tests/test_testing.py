@@ -3,11 +3,13 @@
 The loaders of this package are checked in test_invariants.py.
 """
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -15,14 +17,17 @@ from jaxbucket import (
     Batch,
     BatchSchedule,
     Bucket,
+    BucketPlan,
     batch_dataset,
+    convert_batch,
+    measure_lengths,
     next_tokens,
     plan_buckets,
     segment_attention,
 )
 from jaxbucket.attention import token_weights
 from jaxbucket.data import RowShard, collate_rows
-from jaxbucket.testing import check_batches, check_loss
+from jaxbucket.testing import check_batches, check_loss, check_step
 
 pytestmark = pytest.mark.usefixtures("few_optimizations")
 
@@ -530,3 +535,121 @@ def test_a_convolution_over_padding_is_reported():
         AssertionError, match=r"before each convolution: `x \* batch.mask"
     ):
         check_loss(loss, {"w": jnp.ones(())}, batch)
+
+
+# Steps of one's own
+
+
+def rows_of_floats(remainder="cheapest"):
+    """The batches of a padded and a full bucket, one of which may have an empty row."""
+    source = [{"x": np.full(n, n / 9, np.float32)} for n in [9] * 7 + [5] * 8]
+    lengths = measure_lengths(source, progress=False)
+    plan = BucketPlan.from_shapes([(8, 5), (8, 9)])
+    schedule = BatchSchedule(plan, lengths, order="source", remainder=remainder)
+    return list(batch_dataset(source, schedule))
+
+
+def mean_of_tokens(w, batch):
+    x = jnp.where(batch.mask, batch.features["x"], 0)
+    return jnp.sum((w * x) ** 2) / batch.num_tokens
+
+
+def mean_of_rows(w, batch):
+    mask = batch.mask.astype(jnp.float32)
+    means = jnp.sum(w * batch.features["x"] * mask, -1)
+    return jnp.mean(means / jnp.maximum(jnp.sum(mask, -1), 1e-10))
+
+
+def pooled_by_softmax(w, batch):
+    x = batch.features["x"]
+    weights = jax.nn.softmax(jnp.where(batch.mask, w * x, -jnp.inf), axis=-1)
+    return jnp.mean(jnp.sum(weights * x, -1))
+
+
+def mean_of_filled_rows(w, batch):
+    mask = batch.mask.astype(jnp.float32)
+    sums = jnp.sum(w * batch.features["x"], -1, where=batch.mask)
+    means = sums / jnp.maximum(jnp.sum(mask, -1), 1)
+    return jnp.sum(means, where=batch.row_mask) / batch.row_mask.sum()
+
+
+def step_of(loss_fn):
+    """A step that donates its state."""
+    tx = optax.sgd(0.1)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step_fn(state, batch):
+        w, opt_state = state
+        loss, gradient = jax.value_and_grad(loss_fn)(w, batch)
+        updates, opt_state = tx.update(gradient, opt_state)
+        return (optax.apply_updates(w, updates), opt_state), {"loss": loss}
+
+    return step_fn, (jnp.float32(1.5), tx.init(jnp.float32(1.5)))
+
+
+@pytest.mark.parametrize("loss_fn", [mean_of_tokens, mean_of_filled_rows])
+def test_a_step_in_which_padding_does_not_count_is_accepted(loss_fn):
+    for batch in rows_of_floats():
+        check_step(*step_of(loss_fn), batch)
+
+
+@pytest.mark.parametrize("loss_fn", [mean_of_rows, pooled_by_softmax])
+def test_a_step_that_counts_empty_rows_is_reported(loss_fn):
+    for batch in rows_of_floats():
+        with pytest.raises(AssertionError, match=r"`step_fn` .*`batch.row_mask`"):
+            check_step(*step_of(loss_fn), batch)
+    for batch in rows_of_floats("repeat"):
+        assert batch.row_mask.all()
+        check_step(*step_of(loss_fn), batch, empty_rows=False)
+
+
+def test_a_step_that_updates_a_module_in_place_is_checked():
+    def state():
+        model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step_with(reduce):
+        def step_fn(state, batch):
+            model, optimizer = state
+
+            def loss_fn(model):
+                y = model(batch.features["x"][..., None])[..., 0] ** 2
+                return reduce(jnp.where(batch.mask, y, 0), batch)
+
+            optimizer.update(model, nnx.grad(loss_fn)(model))
+
+        return step_fn
+
+    batch, _ = rows_of_floats()
+    check_step(step_with(lambda y, batch: y.sum() / batch.num_tokens), state(), batch)
+    with pytest.raises(AssertionError, match=r"empty rows: .*kernel"):
+        check_step(step_with(lambda y, batch: y.mean()), state(), batch)
+
+
+def test_a_step_with_the_names_of_another_library_is_checked():
+    def loss_fn(params, batch):
+        """Causal, as clients write it: the labels are shifted here."""
+        hidden = jnp.cumsum(params[batch["input_ids"]], axis=1)
+        logits, labels = hidden[:, :-1], batch["labels"][:, 1:]
+        is_target = labels != -100
+        nats = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(is_target, labels, 0)
+        )
+        return jnp.sum(nats, where=is_target) / jnp.sum(is_target)
+
+    def step_fn(params, batch):
+        batch = convert_batch(batch, "huggingface")
+        return params - 0.1 * jax.grad(loss_fn)(params, batch)
+
+    params = jax.random.normal(jax.random.key(0), (9, 9))
+    examples = [{"x": np.arange(n) % 9} for n in (3, 7, 5)]
+    check_step(step_fn, params, collate_rows(examples, Bucket(4, 8)))
+    # A sum from the left of the row goes over its other examples.
+    batch = collate_rows([examples[:2], examples[2:]], Bucket(2, 12), max_segments=2)
+    with pytest.raises(AssertionError, match="in a row of its own"):
+        check_step(step_fn, params, batch)
+
+
+def test_the_batch_of_a_step_needs_two_rows():
+    with pytest.raises(ValueError, match="`batch`"):
+        check_step(*step_of(mean_of_tokens), {"x": np.ones((2, 3))})

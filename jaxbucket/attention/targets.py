@@ -205,7 +205,7 @@ def token_feature(batch: Batch, loss_weights: str | None) -> str:
     names = [
         name
         for name, x in batch.features.items()
-        if name != loss_weights
+        if name != str(loss_weights)
         and x.shape in shapes
         and jnp.issubdtype(x.dtype, jnp.integer)
     ]

@@ -109,8 +109,8 @@ def measure_lengths(
     Raises:
       ValueError: if the source is empty, if an example has no positive length in any
         sequence, if a feature is nested, if `length_fn` has names that `sequences`
-        lacks, if a feature lacks an axis, if `cache_key` is missing, or if processes measure different
-        sources or do not share `cache`.
+        lacks, if a feature lacks an axis, if `cache_key` is missing, or if processes
+        measure different sources or do not share `cache`.
       RuntimeError: if a worker process dies.
     """
     is_single = not isinstance(sequences, Mapping)

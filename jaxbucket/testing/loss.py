@@ -25,7 +25,7 @@ from jaxbucket.train.modes import Mode, row_keys
 from jaxbucket.train.state import TrainState, create_state
 
 # Variant of the batch -> the likely mistake and its remedy, in the order of testing.
-_REMEDIES = {
+REMEDIES = {
     "with its rows reordered": (
         "The result of a row depends on its index, but may depend only on its features "
         "and its key. Draw dropout row by row, with `jax.vmap` over `keys`."
@@ -120,7 +120,9 @@ def check_loss(
         breaks the contract.
     """
     check_choice("mode", mode, get_args(Mode))
-    batch = _checked_batch(batch)
+    batch = checked_batch(batch)
+    if batch.bucket.batch_size % 2:
+        batch = with_empty_rows(batch, 1)
     results = _Results(loss_fn, model, mode)
     for variant, actual, expected, scale in _variants(results, batch, seed, sequences):
         differences = [
@@ -130,7 +132,7 @@ def check_loss(
         if differences:
             raise AssertionError(
                 f"`loss_fn` returns different results for the batch {variant}: "
-                f"{shorten(differences, '; ')}. {_REMEDIES[variant]}"
+                f"{shorten(differences, '; ')}. {REMEDIES[variant]}"
             )
 
 
@@ -150,7 +152,7 @@ def _variants(
     if np.array_equal(order, rows):
         order = rows[::-1]
     reordered = results.whole(take_rows(batch, order), _take(keys, order))
-    reorder, split, with_empty, with_padding, with_columns, alone = _REMEDIES
+    reorder, split, with_empty, with_padding, with_columns, alone = REMEDIES
     yield reorder, reordered, expected, scale
     yield split, _added(halves), expected, scale
     padded = with_empty_rows(batch, num_rows)
@@ -169,8 +171,8 @@ def _variants(
         yield alone, results.whole(unpacked, None), expected, scale
 
 
-def _checked_batch(batch: Batch) -> Batch:
-    """Returns a copy of the batch, with an even number of rows."""
+def checked_batch(batch: Batch) -> Batch:
+    """Returns a copy of the batch, after checking that it has two rows to compare."""
     if not isinstance(batch, Batch):
         raise ValueError(
             f"`batch` is a {type(batch).__name__}. Pass a single `jaxbucket.Batch`."
@@ -182,7 +184,7 @@ def _checked_batch(batch: Batch) -> Batch:
             f"`batch` has {filled.sum()} rows with examples, too few for a comparison. "
             "Pass a batch that has at least two."
         )
-    return with_empty_rows(batch, 1) if len(filled) % 2 else batch
+    return batch
 
 
 class _Results:
@@ -258,7 +260,7 @@ def _differing_sums(
         want, got = np.asarray(x), np.asarray(results[name])
         # Sums of integers are exact, even if they wrap around.
         exact = want.dtype.kind in "iu"
-        if got != want if exact else not _close(got, want, tolerance, scale[name]):
+        if got != want if exact else not is_close(got, want, tolerance, scale[name]):
             yield f"{name!r} is {got:.7g}, not {want:.7g}"
 
 
@@ -275,13 +277,13 @@ def _differing_gradients(
         strict=True,
     ):
         want, got = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        if not _close(got, want, tolerance, max(floor, of_halves)):
+        if not is_close(got, want, tolerance, max(floor, of_halves)):
             error = np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30)
             problem = f"off by {error:.1%}" if np.isfinite(error) else "not finite"
             yield f"the gradient of {jax.tree_util.keystr(path)} is {problem}"
 
 
-def _close(got: np.ndarray, want: np.ndarray, tolerance: float, floor: float) -> bool:
+def is_close(got: np.ndarray, want: np.ndarray, tolerance: float, floor: float) -> bool:
     """Returns whether two arrays are close and finite."""
     return bool(
         np.linalg.norm(got - want) <= tolerance * max(np.linalg.norm(want), floor)
