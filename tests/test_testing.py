@@ -540,6 +540,13 @@ def test_a_convolution_over_padding_is_reported():
 # Steps of one's own
 
 
+@pytest.fixture
+def standard_promotion():
+    """Dtype promotion as users have it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def rows_of_floats(remainder="cheapest"):
     """The batches of a padded and a full bucket, one of which may have an empty row."""
     source = [{"x": np.full(n, n / 9, np.float32)} for n in [9] * 7 + [5] * 8]
@@ -587,12 +594,14 @@ def step_of(loss_fn):
     return step_fn, (jnp.float32(1.5), tx.init(jnp.float32(1.5)))
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("loss_fn", [mean_of_tokens, mean_of_filled_rows])
 def test_a_step_in_which_padding_does_not_count_is_accepted(loss_fn):
     for batch in rows_of_floats():
         check_step(*step_of(loss_fn), batch)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("loss_fn", [mean_of_rows, pooled_by_softmax])
 def test_a_step_that_counts_empty_rows_is_reported(loss_fn):
     for batch in rows_of_floats():
@@ -603,6 +612,7 @@ def test_a_step_that_counts_empty_rows_is_reported(loss_fn):
         check_step(*step_of(loss_fn), batch, empty_rows=False)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_step_that_updates_a_module_in_place_is_checked():
     def state():
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
@@ -626,6 +636,7 @@ def test_a_step_that_updates_a_module_in_place_is_checked():
         check_step(step_with(lambda y, batch: y.mean()), state(), batch)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_step_with_the_names_of_another_library_is_checked():
     def loss_fn(params, batch):
         """Causal, as clients write it: the labels are shifted here."""
@@ -650,6 +661,7 @@ def test_a_step_with_the_names_of_another_library_is_checked():
         check_step(step_fn, params, batch)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_batch_of_a_step_needs_two_rows():
     with pytest.raises(ValueError, match="`batch`"):
         check_step(*step_of(mean_of_tokens), {"x": np.ones((2, 3))})

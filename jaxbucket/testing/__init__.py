@@ -1,4 +1,4 @@
-"""Checks of the README's guarantees 1-4 and 6 for any loader, and 8 for any loss or step.
+"""Checks of guarantees 1-4 and 6 for any loader, and 8 for any loss or step.
 
 `check_batches` (in `batches`) only needs numpy. `check_loss` (in `loss`) and
 `check_step` (in `step`) compare the results of a loss, or of a step of your own, for a

@@ -63,7 +63,7 @@ def check_step(
       >>> try:
       ...     check_step(step_fn, jnp.float32(0), batch)
       ... except AssertionError as error:
-      ...     print(str(error)[:55])
+      ...     print(str(error)[:54])
       `step_fn` returns different results for the batch with
 
     Args:
@@ -127,10 +127,7 @@ def _results(
     step_fn: Callable[[Any, Any], Any], state: Any, batch: Batch
 ) -> dict[str, np.ndarray]:
     """Returns what a step returns and the state that it changed, by their paths."""
-    copies = [
-        x.copy() if isinstance(x, jax.Array) else x for x in jax.tree.leaves(state)
-    ]
-    given = jax.tree.unflatten(jax.tree.structure(state), copies)
+    given = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state)
     returned = step_fn(given, batch)
     is_state = isinstance(returned, tuple) and len(returned) > 1
     first, rest = (returned[0], returned[1:]) if is_state else (returned, ())
