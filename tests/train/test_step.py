@@ -915,7 +915,7 @@ def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
     tx, mesh = optax.sgd(0.0), four_devices()
     (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
     state = jb.create_state(Dropped(nnx.Rngs(0)), tx, mesh)
-    with pytest.raises(ValueError, match=r"\['count'\].*Draw dropout from `keys`"):
+    with pytest.raises(ValueError, match=r"\['count'\].*`nnx.RngCount`"):
         jb.make_train_step(loss, tx, mesh, mode="shard_map")(state, batch)
     step = jb.make_train_step(loss, tx, mesh)
     sums = []
@@ -924,6 +924,50 @@ def test_dropout_from_the_rngs_of_a_model_needs_the_whole_batch():
         sums.append(float(metrics["loss_sum"]))
     # Every step draws anew.
     assert sums[0] != sums[1]
+
+
+class Attentive(nnx.Module):
+    """Attention with dropout of its weights, and dropout after it."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(64, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, 8, dropout_rate=0.2, decode=False, rngs=rngs
+        )
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, batch, rngs=None):
+        x = self.embed(batch.features["tokens"])
+        mask = jb.attention.attention_mask(batch.segment_ids["tokens"])
+        return self.dropout(self.attention(x, mask=mask, rngs=rngs), rngs=rngs)
+
+
+def test_dropout_of_flax_takes_the_keys_of_rows_in_all_modes():
+    def loss(model, batch, keys):
+        def of_row(model, row, key):
+            row = jax.tree.map(lambda x: x[None], row)
+            return model(row, nnx.Rngs(dropout=key))[0]
+
+        outputs = nnx.vmap(of_row, in_axes=(None, 0, 0))(model, batch, keys)
+        outputs = jnp.square(outputs).sum(-1)
+        return jnp.sum(outputs, where=batch.mask), batch.num_tokens
+
+    batch = jb.data.collate_rows(make_examples(UNEQUAL), jb.Bucket(8, 8))
+    tx, mesh = optax.sgd(0.1), four_devices()
+    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
+    model, losses = Attentive(nnx.Rngs(0)), {}
+    model.train()
+    for mode in MODES:
+        state = jb.create_state(model, tx, mesh)
+        step = jb.make_train_step(loss, tx, mesh, mode=mode)
+        losses[mode] = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            losses[mode].append(float(metrics["loss"]))
+    first = losses.pop("jit")
+    assert len({*first}) == 3
+    for others in losses.values():
+        np.testing.assert_allclose(others, first, rtol=1e-5)
 
 
 SHARDED = NamedSharding(Mesh(jax.devices()[:2], "data"), PartitionSpec("data"))
