@@ -64,6 +64,8 @@ def measure(
     in one pass.
     """
     check_outputs([pathlib.Path(source)], output=output, plot=plot)
+    if unit and reading["measure"]:
+        raise ValueError(f"`unit={unit}` and `length_fn` both measure. Pass only one.")
     columns = reading["columns"]
     suffix = ".npz" if len(columns) > 1 else ".npy"
     if output and output.suffix.lower() != suffix:
@@ -74,7 +76,9 @@ def measure(
     names = columns or ("",)
     # Check that a plot can be drawn before measuring, which may take hours.
     with new_figure(plot, 8, 6 * len(names)) as figure:
-        found = _measured(source, reading | {"unit": unit}, num_workers)
+        if unit:
+            reading["measure"] = unit
+        found = _measured(source, reading, num_workers)
         lengths = {name: found[name] if columns[1:] else found for name in names}
         if output:
             with atomic_write(output) as file:
@@ -93,11 +97,11 @@ def _measured(source: str, reading: dict[str, Any], num_workers: int) -> Any:
     if path.exists() or ":" not in source:
         return read_columns(path, **reading)
     columns = reading["columns"]
-    for name, value in reading.items():
-        if value and name != "columns":
-            raise ValueError(
-                f"`{name}={value}` is for files. Return lengths from {source}."
-            )
+    if reading["measure"] or reading["scale"]:
+        raise ValueError(
+            "`unit`, `length_fn` and `scale` are for files. Return lengths from "
+            f"{source}."
+        )
     examples = load_function(source)()
     if isinstance(examples, np.ndarray):
         return check_lengths(examples)

@@ -272,9 +272,8 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_reading(columns: Any, scale: Any, length_fn: Any, **options: Any) -> Any:
-        if length_fn:
-            length_fn = load_function(length_fn)
-        reading = {"columns": columns, "scale": scale, "length_fn": length_fn}
+        measure = load_function(length_fn) if length_fn else None
+        reading = {"columns": columns, "scale": scale, "measure": measure}
         return command(reading=reading, **options)
 
     return _READING(with_reading)

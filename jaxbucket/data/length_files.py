@@ -16,6 +16,8 @@ from jaxbucket.base.notes import Noting
 
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
 UNITS: tuple[str, ...] = get_args(Unit)
+# How values are measured: text in a unit, or any values by a user's function.
+Measure: TypeAlias = Unit | Callable[[Any], Any] | None
 
 _NUMPY = (".npy", ".npz")
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
@@ -35,17 +37,15 @@ _BLOCK_BYTES = 2**26
 def read_lengths(
     path: pathlib.Path,
     columns: Sequence[str] = (),
-    unit: Unit | None = None,
-    *,
+    measure: Measure = None,
     scale: float | None = None,
-    length_fn: Callable[[Any], Any] | None = None,
 ) -> list[np.ndarray]:
     """Returns the lengths of every example in a file, which is read once.
 
     The suffix determines the format: `.npy` and `.npz` are read by numpy, and `.csv`,
     `.tsv`, `.jsonl` and `.parquet` by pyarrow with its own rules; `.json` is one array.
     Tables of text may be compressed, as in `.jsonl.gz`. Integers are lengths, lists and
-    bytes are measured by their number of elements, and text is measured in `unit`. A
+    bytes are measured by their number of elements, and text is measured in a unit. A
     csv file whose header has semicolons but no commas is separated by semicolons. A
     tab-separated file has no quotes. Blank lines at the end of a file are ignored.
 
@@ -53,17 +53,17 @@ def read_lengths(
       >>> import tempfile
       >>> path = pathlib.Path(tempfile.mkdtemp(), "lines.csv")
       >>> _ = path.write_text("text\\nto be\\nor not to be\\n")
-      >>> read_lengths(path, unit="words")
+      >>> read_lengths(path, measure="words")
       [array([2, 4], dtype=int32)]
 
     Args:
       path: path of the file.
       columns: names of arrays, columns or fields; `a.b` is field b of field a. Required
         if there are several.
-      unit: the unit in which text is measured.
+      measure: the unit in which text is measured, or a function from a value to its
+        length.
       scale: every length is multiplied by this number and rounded up. Required for
         numbers that are not integers, such as seconds.
-      length_fn: function from a value to its length, instead of `unit`.
 
     Returns:
       `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default.
@@ -86,11 +86,11 @@ def read_lengths(
         path.stat()
         if suffix in _NUMPY:
             read = _read_numpy(path, columns)
-            if length_fn:
+            if callable(measure):
                 for name, values in read.items():
-                    read[name] = _results(length_fn, values.tolist(), name, 0)
+                    read[name] = _results(measure, values.tolist(), name, 0)
         else:
-            read = _read_table(path, suffix, columns, unit, length_fn)
+            read = _read_table(path, suffix, columns, measure)
     found = []
     for name, lengths in read.items():
         if scale is None and lengths.dtype.kind == "f":
@@ -134,11 +134,7 @@ def _read_numpy(path: pathlib.Path, columns: Sequence[str]) -> dict[str, np.ndar
 
 
 def _read_table(
-    path: pathlib.Path,
-    suffix: str,
-    columns: Sequence[str],
-    unit: Unit | None,
-    length_fn: Callable[[Any], Any] | None,
+    path: pathlib.Path, suffix: str, columns: Sequence[str], measure: Measure
 ) -> dict[str, np.ndarray]:
     """Returns the lengths of the rows of a table, by column."""
     with naming_the_extra():
@@ -158,8 +154,7 @@ def _read_table(
     row = 0
     for batch in _batches(dataset, names, is_plain):
         for name in names:
-            values = batch.column(name)
-            parts[name].append(_lengths_of(values, name, row, unit, length_fn))
+            parts[name].append(_lengths_of(batch.column(name), name, row, measure))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
@@ -253,21 +248,14 @@ def _json_array(path: pathlib.Path) -> Any:
     return pyarrow.table({"": values})
 
 
-def _lengths_of(
-    values: Any,
-    name: str,
-    first: int,
-    unit: Unit | None,
-    length_fn: Callable[[Any], Any] | None,
-) -> np.ndarray:
+def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndarray:
     """Returns the lengths of a part of a column.
 
     Args:
       values: an Arrow array.
       name: the name of the column.
       first: the row of the first value.
-      unit: the unit in which text is measured.
-      length_fn: a user's function that measures the values, or None.
+      measure: how the values are measured.
     """
     from pyarrow import compute, types
 
@@ -275,12 +263,12 @@ def _lengths_of(
     if values.null_count:
         row = first + values.is_null().to_pylist().index(True)
         raise ValueError(f"Column {name!r}, row {row} is null. Fill it, or remove it.")
-    if length_fn:
-        return _results(length_fn, values.to_pylist(), name, first)
+    if callable(measure):
+        return _results(measure, values.to_pylist(), name, first)
     is_list = types.is_list(kind) or types.is_large_list(kind)
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_nested = types.is_struct(kind) or is_list and types.is_nested(kind.value_type)
-    has_wrong_unit = not unit if is_text else bool(unit) and not is_list
+    has_wrong_unit = not measure if is_text else bool(measure) and not is_list
     if is_nested or has_wrong_unit:
         raise ValueError(
             f"Column {name!r} has values of {kind}. Text needs a unit, `jaxbucket "
@@ -290,7 +278,7 @@ def _lengths_of(
     if is_list:
         values = compute.call_function("list_value_length", [values])
     elif is_text:
-        values = _text_lengths(values, unit)
+        values = _text_lengths(values, measure)
     elif types.is_binary(kind) or types.is_large_binary(kind):
         values = compute.call_function("binary_length", [values])
     return values.to_numpy(zero_copy_only=False)
