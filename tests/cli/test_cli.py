@@ -364,8 +364,6 @@ def test_text_fits_the_terminal_and_explanations_come_once(columns, monkeypatch)
         quiet = run(*command, "--quiet")
         assert "Padding: the share" not in " ".join(quiet.split())
         assert set(quiet.splitlines()) <= set(output.splitlines())
-        help_text = run(command[0], "--help")
-        assert all(len(line) <= columns for line in help_text.splitlines())
 
 
 def test_the_command_runs_as_a_script_without_jax():
