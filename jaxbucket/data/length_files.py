@@ -29,6 +29,7 @@ _BEGINNINGS = {
     b"PAR1": ".parquet",
     b"{": ".jsonl",
     b"[": ".json",
+    b"\x1f\x8b": ".gz",
 }
 # A line of text must fit into a block, which pyarrow reads as a whole.
 _BLOCK_BYTES = 2**26
