@@ -203,7 +203,10 @@ def test_several_columns_are_planned_reported_and_compared(files):
 
 
 def test_the_keys_of_the_json_are_documented():
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    file = pathlib.Path(__file__).parents[2] / "docs" / "planning.md"
+    if not file.exists():
+        pytest.skip("The wheel is tested outside of the repository.")
+    page = file.read_text()
     _, _, section = page.partition("### JSON")
     documented = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
     auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
