@@ -97,7 +97,7 @@ def _measured(source: str, reading: dict[str, Any], num_workers: int) -> Any:
     if path.exists() or ":" not in source:
         return read_columns(path, **reading)
     columns = reading["columns"]
-    if reading["measure"] or reading["scale"]:
+    if reading["measure"] or reading["scales"]:
         raise ValueError(
             "`unit`, `length_fn` and `scale` are for files. Return lengths from "
             f"{source}."

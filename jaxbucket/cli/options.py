@@ -87,10 +87,12 @@ _READING = _all_of(
     ),
     click.option(
         "--scale",
+        "scales",
         type=_RATE,
         metavar="NUMBER",
-        help="Multiply every length by this number and round up: 100 for seconds if "
-        "there are 100 frames per second.",
+        multiple=True,
+        help="Multiply lengths by this number and round up, such as 100 for seconds if "
+        "there are 100 frames per second. Give it once for all columns, or for each.",
     ),
     click.option(
         "--length-fn",
@@ -271,9 +273,9 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(command)
-    def with_reading(columns: Any, scale: Any, length_fn: Any, **options: Any) -> Any:
+    def with_reading(columns: Any, scales: Any, length_fn: Any, **options: Any) -> Any:
         measure = load_function(length_fn) if length_fn else None
-        reading = {"columns": columns, "scale": scale, "measure": measure}
+        reading = {"columns": columns, "scales": scales, "measure": measure}
         return command(reading=reading, **options)
 
     return _READING(with_reading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ def read_lengths(
     path: pathlib.Path,
     columns: Sequence[str] = (),
     measure: Measure = None,
-    scale: float | None = None,
+    scales: Sequence[float] = (),
 ) -> list[np.ndarray]:
     """Returns the lengths of every example in a file, which is read once.
 
@@ -63,15 +64,16 @@ def read_lengths(
         if there are several.
       measure: the unit in which text is measured, or a function from a value to its
         length.
-      scale: every length is multiplied by this number and rounded up. Required for
-        numbers that are not integers, such as seconds.
+      scales: one number for each column, or one for all. Lengths are multiplied by it
+        and rounded up. Required if numbers are not integers, such as seconds.
 
     Returns:
       `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default.
 
     Raises:
-      ValueError: if the suffix is another one, if there is no such column, or if a row
-        has no length; the message names the row, counted from 0.
+      ValueError: if the suffix is another one, if there is no such column, if the number
+        of `scales` is wrong, or if a row has no length; the message names the row,
+        counted from 0.
       Exception: any error of numpy or pyarrow. A note names the file.
     """
     suffix = path.suffix.lower()
@@ -92,8 +94,14 @@ def read_lengths(
                     read[name] = _results(measure, values.tolist(), name, 0)
         else:
             read = _read_table(path, suffix, columns, measure)
+    if len(scales) not in {0, 1, len(read)}:
+        raise ValueError(
+            f"`scale={[*scales]}` for the columns {[*read]}: pass one for all of them, "
+            "or one for each."
+        )
     found = []
-    for name, lengths in read.items():
+    each = itertools.cycle(scales or [None])
+    for (name, lengths), scale in zip(read.items(), each, strict=False):
         if scale is None and lengths.dtype.kind == "f":
             example = next(filter(lambda x: x % 1, lengths), "1.0")
             raise ValueError(

@@ -476,6 +476,7 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("measure no_such_module:fails", "no_such_module"),
         ("measure FUNCTIONS:Source --unit words", "unit"),
         ("measure FUNCTIONS:Source --scale 2", "scale"),
+        ("measure lengths.npy --scale 2 --scale 3", "scale"),
         ("measure FUNCTIONS:Source --length-fn FUNCTIONS:frames", "length_fn"),
         ("measure lengths.csv --unit bytes --length-fn FUNCTIONS:frames", "unit"),
         ("measure FUNCTIONS:Source --column fr", "fr"),

@@ -121,30 +121,42 @@ def test_scaled_numbers_are_rounded_up(tmp_path, write, scale):
     expected = [math.ceil(Fraction(int(x), 100) * Fraction(scale)) for x in values]
     texts = [f"{x // 100}.{x % 100:02}" for x in values]
     path = write("a.csv", "\n".join(["s", *texts]) + "\n")
-    assert read_lengths(path, ["s"], scale=scale)[0].tolist() == expected
+    assert read_lengths(path, ["s"], scales=[scale])[0].tolist() == expected
     path = tmp_path / "a.npy"
     np.save(path, np.array(texts, np.float64))
-    assert read_lengths(path, scale=scale)[0].tolist() == expected
+    assert read_lengths(path, scales=[scale])[0].tolist() == expected
     # Integers and numbers of elements are scaled as well.
     np.save(path, values)
     expected = [math.ceil(int(x) * Fraction(scale)) for x in values]
-    assert read_lengths(path, scale=scale)[0].tolist() == expected
-    (found,) = read_lengths(write("a.jsonl", json_lines(x=TOKENS)), scale=scale)
+    assert read_lengths(path, scales=[scale])[0].tolist() == expected
+    (found,) = read_lengths(write("a.jsonl", json_lines(x=TOKENS)), scales=[scale])
     assert found.tolist() == [math.ceil(len(x) * Fraction(scale)) for x in TOKENS]
 
 
 def test_float32_is_scaled_without_its_rounding_errors(tmp_path):
     frames = np.arange(1, 5000)
     np.save(tmp_path / "a.npy", (frames / 100).astype(np.float32))
-    (found,) = read_lengths(tmp_path / "a.npy", scale=100)
+    (found,) = read_lengths(tmp_path / "a.npy", scales=[100])
     assert found.tolist() == frames.tolist()
+
+
+def test_each_column_may_have_its_own_scale(write):
+    path = write("a.csv", "s,n\n1.5,3\n0.25,4\n")
+    both = read_lengths(path, ["s", "n"], scales=[100, 1])
+    assert [x.tolist() for x in both] == [[150, 25], [3, 4]]
+    both = read_lengths(path, ["n", "s"], scales=[2])
+    assert [x.tolist() for x in both] == [[6, 8], [3, 1]]
+    with pytest.raises(ValueError, match="`scale"):
+        read_lengths(path, ["s", "n"], scales=[1, 2, 3])
+    with pytest.raises(ValueError, match="`scale"):
+        read_lengths(path, ["s"], scales=[1, 2])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.5, 0.0, 1e300])
 def test_numbers_that_no_scale_makes_lengths_are_refused(tmp_path, bad):
     np.save(tmp_path / "a.npy", [1.5, bad])
     with pytest.raises(ValueError, match=r"lengths\[1\]"):
-        read_lengths(tmp_path / "a.npy", scale=100)
+        read_lengths(tmp_path / "a.npy", scales=[100])
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".csv.bz2"])
@@ -179,7 +191,7 @@ def test_a_function_measures_any_value(tmp_path, write):
     assert read_lengths(path, ["m"], letters)[0].tolist() == [4, 2, 1]
     assert read_lengths(path, ["s"], lambda x: int(2 * x))[0].tolist() == [1, 3, 5]
     # Its results are scaled.
-    assert read_lengths(path, ["m"], letters, 0.5)[0].tolist() == [2, 1, 1]
+    assert read_lengths(path, ["m"], letters, [0.5])[0].tolist() == [2, 1, 1]
     np.save(tmp_path / "a.npy", [3, 4])
     assert read_lengths(tmp_path / "a.npy", (), lambda x: x + 1)[0].tolist() == [4, 5]
 
