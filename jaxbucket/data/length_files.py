@@ -71,9 +71,9 @@ def read_lengths(
       `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default.
 
     Raises:
-      ValueError: if the suffix is another one, if there is no such column, if the number
-        of `scales` is wrong, or if a row has no length; the message names the row,
-        counted from 0.
+      ValueError: if the suffix is another one, if there is no such column, if there are
+        more or fewer `scales` than columns, or if a row has no length; the message
+        names the row, counted from 0.
       Exception: any error of numpy or pyarrow. A note names the file.
     """
     suffix = path.suffix.lower()
