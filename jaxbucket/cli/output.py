@@ -46,6 +46,9 @@ def show(
     for table in tables:
         found = table.__rich__() if isinstance(table, Record) else table
         for part in getattr(found, "renderables", [found]):
+            # A blank line between two tables.
+            if isinstance(part, str):
+                continue
             caption, part.caption = str(part.caption or ""), None
             # `print` shows them below each table, and a command once, at the end.
             for legend in getattr(table, "legends", ()):

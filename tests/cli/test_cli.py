@@ -16,6 +16,8 @@ from click.testing import CliRunner
 import jaxbucket as jb
 from jaxbucket import BucketPlan, Limits, plan_buckets, report
 from jaxbucket.cli import main
+from jaxbucket.cli.output import show
+from jaxbucket.compile.report import CompileReport, ProgramReport
 from jaxbucket.plan import Comparison, PlanCurve, Report, compare_plans, plan_curve
 from jaxbucket.plan.reports.epoch import BucketReport
 
@@ -367,6 +369,20 @@ def test_text_fits_the_terminal_and_explanations_come_once(columns, monkeypatch)
         quiet = run(*command, "--quiet")
         assert "Padding: the share" not in " ".join(quiet.split())
         assert set(quiet.splitlines()) <= set(output.splitlines())
+
+
+def test_every_explanation_of_programs_comes_once(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = {"count": 2, "bytes": 3_000_000, "is_lower_bound": False}
+    program = ProgramReport("step", "[8, 4]", collectives={"all-reduce": found})
+    reports = [CompileReport((program,)), CompileReport((program,))]
+    show(None, {}, *reports)
+    output = capsys.readouterr().out
+    assert output.count("trace, XLA: seconds") == output.count("Collectives that") == 1
+    assert output.count("2: 3.0") == output.count("step [8, 4]") / 2 == 2
+    assert all(len(line) <= 80 for line in output.splitlines())
+    show("quiet", {}, *reports)
+    assert "Collectives that" not in capsys.readouterr().out
 
 
 def test_the_command_runs_as_a_script_without_jax():
