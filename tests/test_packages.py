@@ -42,7 +42,7 @@ PACKAGES = {
     "schedule": ({"packing", "plan", "base"}, {"numpy"}),
     "packing": ({"plan", "base"}, {"numpy", "rich"}),
     "compile": ({"plan", "distributed", "base"}, {"numpy", "jax", "jaxlib", "rich"}),
-    "plan": ({"base"}, {"numpy", "scipy", "rich", "matplotlib"}),
+    "plan": ({"base"}, {"numpy", "rich", "matplotlib"}),
     "distributed": ({"base"}, {"jax"}),
     "optim": ({"base"}, {"numpy", "jax", "optax"}),
     "attention": ({"base"}, {"numpy", "jax"}),

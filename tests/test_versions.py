@@ -4,6 +4,8 @@ import pathlib
 import re
 import tomllib
 
+import jaxbucket
+
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -17,6 +19,19 @@ def test_the_source_distribution_has_what_the_tests_read():
     assert {".ci", "docs", "examples", "scripts"} <= read <= packed | {"shared"}
     assert {"CHANGELOG.md", "conftest.py", "tests"} <= packed
     assert all((ROOT / name).exists() for name in packed)
+
+
+def test_the_workflow_tests_every_python_that_the_wheel_names():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    names = "".join(PROJECT["project"]["classifiers"])
+    versions = re.findall(r"Python :: (3\.\d+)", names)
+    assert re.findall(r'"(3\.\d+)"', text) == versions
+    assert "run: .ci/run" in text
+
+
+def test_the_citation_has_the_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {jaxbucket.__version__}\n" in text
 
 
 def test_every_lower_bound_is_tested():

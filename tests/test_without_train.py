@@ -33,7 +33,7 @@ def texts():
 HIDE = """
 import sys
 LIBRARIES = {"absl", "flax", "grain", "jax", "jaxlib", "ml_dtypes", "optax", "orbax"}
-LIBRARIES |= {"matplotlib", "pyarrow"}
+LIBRARIES |= {"matplotlib", "pyarrow", "scipy"}
 class Hidden:
     def find_spec(name, path=None, target=None):
         if name.partition(".")[0] in LIBRARIES:

@@ -49,6 +49,11 @@ class Record(abc.ABC):
     def __rich__(self) -> Any:
         """Returns a `rich` table, for a terminal."""
 
+    @property
+    def legends(self) -> tuple[str, ...]:
+        """Explanations of columns, which are at the end of the captions of tables."""
+        return ()
+
     def to_json(self) -> str:
         """Returns all numbers as JSON."""
         return json.dumps(self.to_dict())

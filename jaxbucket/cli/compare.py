@@ -10,13 +10,14 @@ import click
 
 from jaxbucket.cli.options import (
     EXISTING,
+    LENGTHS,
     POSITIVE,
     block_sparse_option,
-    column_option,
-    json_option,
+    form_option,
     limit_options,
     plot_option,
     read_columns,
+    reading_options,
     remainder_option,
     unit_option,
 )
@@ -36,7 +37,7 @@ _REQUIRES = (
 
 
 @click.command()
-@click.argument("lengths", type=EXISTING)
+@click.argument("lengths", type=LENGTHS)
 @click.option(
     "--num-buckets", type=POSITIVE, default=8, help="Maximum number of shapes."
 )
@@ -57,10 +58,10 @@ _REQUIRES = (
 @block_sparse_option
 @limit_options
 @remainder_option
-@column_option
+@reading_options
 @unit_option
 @plot_option
-@json_option
+@form_option
 def compare(
     lengths: pathlib.Path,
     num_buckets: int,
@@ -69,10 +70,10 @@ def compare(
     block_sparse: bool,
     limits: dict[str, Any],
     remainder: Any,
-    columns: tuple[str, ...],
+    reading: dict[str, Any],
     unit: str,
     plot: pathlib.Path | None,
-    as_json: bool,
+    form: str | None,
 ) -> None:
     """Compare rules for boundaries, packed rows and your own plans on LENGTHS.
 
@@ -82,7 +83,7 @@ def compare(
     """
     check_outputs([lengths, *plan_files], plot=plot)
     with new_figure(plot, 10, 6) as figure:
-        measured = read_columns(lengths, columns)
+        measured = read_columns(lengths, **reading)
         comparison = compare_plans(
             measured,
             Limits(**limits),
@@ -106,7 +107,7 @@ def compare(
 
             figure.set_size_inches(10, plots.comparison_height(comparison))
             plots.plot_comparison(comparison, figure)
-    show(as_json, comparison.to_dict(), comparison)
+    show(form, comparison.to_dict(), comparison)
 
 
 def _packed_plans(

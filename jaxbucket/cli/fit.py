@@ -11,7 +11,7 @@ import click
 from jaxbucket.cli.options import (
     NEW,
     POSITIVE,
-    json_option,
+    form_option,
     load_function,
     recipe_options,
     using_topology,
@@ -47,7 +47,7 @@ def _seq_lens(context: click.Context, option: click.Parameter, text: str) -> lis
 @click.option(
     "--output", "-o", type=NEW, help="Write the batch sizes to this file, as JSON."
 )
-@json_option
+@form_option
 def fit(
     recipe: str,
     seq_lens: list[int],
@@ -55,7 +55,7 @@ def fit(
     topology: str | None,
     num_slices: int,
     output: pathlib.Path | None,
-    as_json: bool,
+    form: str | None,
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -79,7 +79,7 @@ def fit(
     if output:
         with atomic_write(output) as file:
             file.write(f"{fitted.to_json()}\n".encode())
-    show(as_json, fitted.to_dict(), fitted)
+    show(form, fitted.to_dict(), fitted)
     failed = [size.seq_len for size in fitted.sizes if not size.batch_size]
     for seq_len in failed:
         click.echo(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import IO, Any
 
 import click
@@ -13,20 +12,21 @@ import numpy as np
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.cli.options import (
     NEW,
-    column_option,
-    json_option,
+    form_option,
     load_function,
     plot_option,
+    read_columns,
+    reading_options,
 )
 from jaxbucket.cli.output import atomic_write, check_outputs, new_figure, show
-from jaxbucket.data.length_files import UNITS, Unit, read_lengths
+from jaxbucket.data.length_files import UNITS, Unit
 from jaxbucket.data.measure import measure_lengths
 from jaxbucket.plan.formatting import number_table
 
 
 @click.command()
 @click.argument("source")
-@column_option
+@reading_options
 @click.option(
     "--unit", type=click.Choice(UNITS), help="The unit in which text is measured."
 )
@@ -43,25 +43,30 @@ from jaxbucket.plan.formatting import number_table
     help="Number of worker processes for a source from module:function.",
 )
 @plot_option
-@json_option
+@form_option
 def measure(
     source: str,
-    columns: tuple[str, ...],
+    reading: dict[str, Any],
     unit: Unit | None,
     output: pathlib.Path | None,
     num_workers: int,
     plot: pathlib.Path | None,
-    as_json: bool,
+    form: str | None,
 ) -> None:
     """Measure the lengths of the examples in SOURCE, for `jaxbucket plan`.
 
-    SOURCE is a file: .npy, .npz, .csv, .tsv, .jsonl or .parquet. Tables of text may be
-    compressed. Integers are used as lengths, lists are measured by their number of
-    elements, and text is measured in --unit. SOURCE can also be module:function, a
-    function without arguments that returns a random-access source of examples, or an
-    array of lengths. If you repeat --column, all columns are measured in one pass.
+    SOURCE is a file: .npy, .npz, .csv, .tsv, .json, .jsonl or .parquet; or - for
+    standard input, whose format is recognized. Tables of text may be compressed.
+    Integers are used as lengths, lists are measured by their number of elements, text
+    is measured in --unit, and other numbers need a --scale. SOURCE can also be
+    module:function, a function without arguments that returns a random-access source of
+    examples, or an array of lengths. If you repeat --column, all columns are measured
+    in one pass.
     """
     check_outputs([pathlib.Path(source)], output=output, plot=plot)
+    if unit and reading["measure"]:
+        raise ValueError(f"`unit={unit}` and `length_fn` both measure. Pass only one.")
+    columns = reading["columns"]
     suffix = ".npz" if len(columns) > 1 else ".npy"
     if output and output.suffix.lower() != suffix:
         raise ValueError(
@@ -71,9 +76,10 @@ def measure(
     names = columns or ("",)
     # Check that a plot can be drawn before measuring, which may take hours.
     with new_figure(plot, 8, 6 * len(names)) as figure:
-        lengths = dict(
-            zip(names, _measured(source, columns, unit, num_workers), strict=True)
-        )
+        if unit:
+            reading["measure"] = unit
+        found = _measured(source, reading, num_workers)
+        lengths = {name: found[name] if columns[1:] else found for name in names}
         if output:
             with atomic_write(output) as file:
                 _save(file, lengths)
@@ -81,27 +87,27 @@ def measure(
             _draw(figure, lengths, unit or "tokens")
     summaries = {name: summarize(values) for name, values in lengths.items()}
     numbers: Any = summaries if columns[1:] else summaries[names[0]]
-    show(as_json, numbers, _table(summaries, unit or "tokens"))
+    show(form, numbers, _table(summaries, unit or "tokens"))
 
 
-def _measured(
-    source: str, columns: Sequence[str], unit: Unit | None, num_workers: int
-) -> list[np.ndarray]:
+def _measured(source: str, reading: dict[str, Any], num_workers: int) -> Any:
+    """Returns lengths, `[N]`; by name if there are several columns."""
     path = pathlib.Path(source)
     # A file may have a colon in its name.
     if path.exists() or ":" not in source:
-        return read_lengths(path, columns, unit)
-    if unit:
-        raise ValueError(f"`unit={unit}` is for files. Return lengths from {source}.")
+        return read_columns(path, **reading)
+    columns = reading["columns"]
+    if reading["measure"] or reading["scales"]:
+        raise ValueError(
+            "`unit`, `length_fn` and `scale` are for files. Return lengths from "
+            f"{source}."
+        )
     examples = load_function(source)()
     if isinstance(examples, np.ndarray):
-        return [check_lengths(examples)]
+        return check_lengths(examples)
     options: Any = {"num_workers": num_workers, "progress": sys.stderr.isatty()}
-    if len(columns) < 2:
-        return [measure_lengths(examples, sequences=columns or None, **options)]
-    sequences = {name: [name] for name in columns}
-    found = measure_lengths(examples, sequences=sequences, **options)
-    return [found[name] for name in columns]
+    sequences = {name: [name] for name in columns} if columns[1:] else columns or None
+    return measure_lengths(examples, sequences=sequences, **options)
 
 
 def _save(file: IO[bytes], lengths: dict[str, np.ndarray]) -> None:

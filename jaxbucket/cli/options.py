@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -18,28 +19,86 @@ import click
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.policies import GROUPS, OVERLONG
-from jaxbucket.data.length_files import read_lengths
+from jaxbucket.data.length_files import read_lengths, suffix_of
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.fitted import FittedBatchSizes
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.limits import Limits
 
-POSITIVE = click.IntRange(min=1)
+
+def integer(text: Any) -> int:
+    """Returns an integer, in which "k" stands for 1,024 and "M" for 1,024**2.
+
+    Example:
+      >>> integer("64k"), integer("48000")
+      (65536, 48000)
+    """
+    text = str(text)
+    factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
+    return int(text[:-1]) * factor if factor else int(text)
+
+
+class _Positive(click.IntRange):
+    """Positive integers, which may be written as in 64k."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        with contextlib.suppress(ValueError):
+            value = integer(value)
+        return super().convert(value, param, ctx)
+
+
+POSITIVE = _Positive(min=1)
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
+# Lengths, which may also come from standard input.
+LENGTHS = click.Path(True, dir_okay=False, allow_dash=True, path_type=pathlib.Path)
 NEW = click.Path(dir_okay=False, writable=True, path_type=pathlib.Path)
 _RATE = click.FloatRange(min=0, min_open=True)
 
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print the results as JSON."
+
+def _all_of(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a decorator that adds several options to a command."""
+
+    def add(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+form_option = _all_of(
+    click.option("--json", "form", flag_value="json", help="Print results as JSON."),
+    click.option(
+        *("--quiet", "-q", "form"),
+        flag_value="quiet",
+        help="Print tables without explanations of their columns.",
+    ),
 )
 plot_option = click.option("--plot", type=NEW, help="Draw a plot to this file.")
-column_option = click.option(
-    "--column",
-    "columns",
-    metavar="NAME",
-    multiple=True,
-    help="The array, column or field to read if the file has several. Repeat it for "
-    "examples with several sequences, for example --column source --column target.",
+_READING = _all_of(
+    click.option(
+        "--column",
+        "columns",
+        metavar="NAME",
+        multiple=True,
+        help="The array, column or field to read if the file has several; meta.frames "
+        "is a field in a field. Repeat it for examples with several sequences, for "
+        "example --column source --column target.",
+    ),
+    click.option(
+        "--scale",
+        "scales",
+        type=_RATE,
+        metavar="NUMBER",
+        multiple=True,
+        help="Multiply lengths by this number and round up, such as 100 for seconds if "
+        "there are 100 frames per second. Give it once for all columns, or for each.",
+    ),
+    click.option(
+        "--length-fn",
+        metavar="MODULE:FUNCTION",
+        help="A function from a value of the column to its length.",
+    ),
 )
 unit_option = click.option(
     "--unit",
@@ -68,14 +127,15 @@ group_option = click.option(
     help="Whether all micro-batches of a step have the same bucket, or may have "
     "different ones.",
 )
-_LIMITS = [
+_LIMITS = _all_of(
     click.option(
         "--max-tokens",
         required=True,
         metavar="TOKENS",
         callback=lambda context, option, text: _budget(text),
-        help="Maximum B * T, including padding; a function of T as module:function; or "
-        "a file of `jaxbucket fit -o`.",
+        help="Maximum B * T, including padding, such as 65536 or 64k (in numbers, 1k "
+        "is 1,024); a function of T as module:function; or a file of `jaxbucket fit "
+        "-o`.",
     ),
     click.option(
         "--batch-size-multiple",
@@ -110,8 +170,6 @@ _LIMITS = [
         help="What to do with examples longer than the last bucket; truncate keeps "
         "their first tokens, and truncate_left the last.",
     ),
-]
-_COSTS = [
     click.option(
         "--width",
         type=POSITIVE,
@@ -142,8 +200,8 @@ _COSTS = [
         metavar="MODULE:FUNCTION",
         help="A function of (B, T) that returns the cost of a step.",
     ),
-]
-_RECIPE = [
+)
+recipe_options = _all_of(
     click.option(
         "--recipe",
         required=True,
@@ -175,14 +233,7 @@ _RECIPE = [
         "of cores.",
     ),
     click.argument("arguments", nargs=-1),
-]
-
-
-def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of a command that compiles the programs of a recipe."""
-    for option in reversed(_RECIPE):
-        command = option(command)
-    return command
+)
 
 
 def using_topology(
@@ -212,14 +263,39 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
         limits = {name: options.pop(name) for name in fields if name in options}
         return command(limits={**limits, "cost_fn": cost_fn}, **options)
 
-    for option in reversed([*_LIMITS, *_COSTS]):
-        with_limits = option(with_limits)
-    return with_limits
+    return _LIMITS(with_limits)
 
 
-def read_columns(path: pathlib.Path, columns: Sequence[str]) -> Any:
-    """Returns the lengths in a file, `[N]`; by name if there are several columns."""
-    lengths = read_lengths(path, columns)
+def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of how files are read, and passes them as `reading`.
+
+    It is a dict of arguments of `read_lengths`.
+    """
+
+    @functools.wraps(command)
+    def with_reading(columns: Any, scales: Any, length_fn: Any, **options: Any) -> Any:
+        measure = load_function(length_fn) if length_fn else None
+        reading = {"columns": columns, "scales": scales, "measure": measure}
+        return command(reading=reading, **options)
+
+    return _READING(with_reading)
+
+
+def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> Any:
+    """Returns the lengths in a file, `[N]`; by name if there are several columns.
+
+    Args:
+      path: path of the file; "-" is standard input.
+      columns: the columns to read.
+      options: the other options of `read_lengths`.
+    """
+    if str(path) == "-":
+        with tempfile.TemporaryDirectory() as folder:
+            data = sys.stdin.buffer.read()
+            path = pathlib.Path(folder, f"stdin{suffix_of(data)}")
+            path.write_bytes(data)
+            return read_columns(path, columns, **options)
+    lengths = read_lengths(path, columns, **options)
     if len(columns) > 1:
         return dict(zip(columns, lengths, strict=True))
     return lengths[0]
@@ -258,14 +334,14 @@ def load_function(name: str) -> Callable[..., Any]:
 def _budget(text: str) -> Any:
     """Returns the value of `--max-tokens`, an integer or a function."""
     with contextlib.suppress(ValueError):
-        return int(text)
+        return integer(text)
     if os.path.isfile(text):
         return FittedBatchSizes.load(text)
     if ":" in text:
         return load_function(text)
     raise ValueError(
-        f"`max_tokens={text}`: pass an integer without commas, module:function, or a "
-        "file of `jaxbucket fit -o` that exists."
+        f"`max_tokens={text}`: pass an integer without commas, such as 65536 or 64k, "
+        "module:function, or a file of `jaxbucket fit -o` that exists."
     )
 
 

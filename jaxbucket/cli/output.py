@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -14,43 +13,58 @@ import click
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.files import complete
+from jaxbucket.base.table import Record
 from jaxbucket.plan.reports.epoch import Report
 
-# Outside of a terminal, text is wrapped at this width.
+# Lines of text are not longer than this, even if the terminal is wider.
 _PAGE = 100
 
 
 def show(
-    as_json: bool, numbers: dict[str, Any], *tables: Any, sentence: str = ""
+    form: str | None, numbers: dict[str, Any], *tables: Any, sentence: str = ""
 ) -> None:
     """Prints numbers as JSON, or as tables.
 
-    A table is never made narrower than its numbers, even if the terminal is.
+    Text fits the terminal. A table is never made narrower than its numbers.
 
     Args:
-      as_json: whether to print JSON.
+      form: "json", or "quiet" for tables without explanations of their columns.
       numbers: the values to print as JSON.
-      tables: the `rich` tables to print otherwise.
+      tables: the `rich` tables to print otherwise, or objects with `__rich__`.
       sentence: text below the tables.
     """
-    if as_json:
+    if form == "json":
         click.echo(json.dumps(numbers, indent=2))
         return
     from rich.console import Console
     from rich.measure import Measurement
     from rich.text import Text
 
-    # Not `Console.is_terminal`, which is also true under FORCE_COLOR.
-    width = Console().width if sys.stdout.isatty() else _PAGE
-    wide = Console(width=1000)
-    for number, table in enumerate(tables):
+    wide, width = Console(width=1000), min(Console().width, _PAGE)
+    blocks: list[Any] = []
+    legends: dict[str, None] = {}
+    for table in tables:
+        found = table.__rich__() if isinstance(table, Record) else table
+        for part in getattr(found, "renderables", [found]):
+            # A blank line between two tables.
+            if isinstance(part, str):
+                continue
+            caption, part.caption = str(part.caption or ""), None
+            # `print` shows them below each table, and a command once, at the end.
+            for legend in getattr(table, "legends", ()):
+                if legend in caption:
+                    legends[legend], caption = None, caption.replace(legend, "")
+            blocks += [part, caption.strip()]
+    blocks += [*(legends if form != "quiet" else ()), sentence]
+    for number, block in enumerate(filter(None, blocks)):
         if number:
             click.echo()
-        needed = Measurement.get(wide, wide.options, table).maximum
-        Console(highlight=False, width=max(width, needed)).print(table)
-    if sentence:
-        click.echo()
-        Console(highlight=False, width=width).print(Text(sentence))
+        text, needed = block, 0
+        if isinstance(block, str):
+            text = Text(block)
+        else:
+            needed = Measurement.get(wide, wide.options, block).maximum
+        Console(highlight=False, width=max(width, needed)).print(text)
 
 
 def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:

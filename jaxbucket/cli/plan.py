@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import pathlib
@@ -11,16 +12,17 @@ import click
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.cli.options import (
-    EXISTING,
+    LENGTHS,
     NEW,
     POSITIVE,
     block_sparse_option,
-    column_option,
-    json_option,
+    form_option,
+    integer,
     limit_options,
     load_function,
     plot_option,
     read_columns,
+    reading_options,
     unit_option,
 )
 from jaxbucket.cli.output import (
@@ -45,7 +47,7 @@ def _number(context: click.Context, option: click.Parameter, text: Any) -> Any:
 
 
 @click.command()
-@click.argument("lengths", type=EXISTING)
+@click.argument("lengths", type=LENGTHS)
 @click.option(
     "--num-buckets",
     default="8",
@@ -77,18 +79,18 @@ def _number(context: click.Context, option: click.Parameter, text: Any) -> Any:
     help="Number of epochs of the run, for --num-buckets auto.",
 )
 @limit_options
-@column_option
+@reading_options
 @unit_option
 @click.option("--output", "-o", type=NEW, help="Write the plan to this file, as JSON.")
 @plot_option
-@json_option
+@form_option
 def plan(
     lengths: pathlib.Path,
-    columns: tuple[str, ...],
+    reading: dict[str, Any],
     unit: str,
     output: pathlib.Path | None,
     plot: pathlib.Path | None,
-    as_json: bool,
+    form: str | None,
     **options: Any,
 ) -> None:
     """Plan shapes for LENGTHS.
@@ -102,7 +104,7 @@ def plan(
     check_outputs([lengths], output=output, plot=plot)
     is_auto = options["num_buckets"] == "auto"
     with new_figure(plot, 8, 11 if is_auto else 7) as figure:
-        rows = read_columns(lengths, columns)
+        rows = read_columns(lengths, **reading)
         made, curve, packed = _planned(rows, **options)
         if packed:
             epoch = packed.report
@@ -129,7 +131,7 @@ def plan(
     if packed:
         sentence = packed.reason
         numbers["packing"] = packed.to_dict() | {"reason": sentence}
-    show(as_json, numbers, *tables, sentence=sentence)
+    show(form, numbers, *tables, sentence=sentence)
 
 
 def _planned(
@@ -196,5 +198,6 @@ def _boundaries(text: str) -> Any:
     """Returns the value of `--boundaries`: a rule, a list of T, or a function."""
     if ":" in text:
         return load_function(text)
-    parts = [part.strip() for part in text.split(",")]
-    return [*map(int, parts)] if all(map(str.isdecimal, parts)) else text
+    with contextlib.suppress(ValueError):
+        return [*map(integer, text.split(","))]
+    return text

@@ -12,7 +12,7 @@ import click
 from jaxbucket.base.table import bytes_text
 from jaxbucket.cli.options import (
     EXISTING,
-    json_option,
+    form_option,
     load_function,
     recipe_options,
     using_topology,
@@ -46,7 +46,7 @@ _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
     "--xla-cache", type=_FOLDER, help="Also fill jax's compilation cache here."
 )
 @recipe_options
-@json_option
+@form_option
 def precompile(
     recipe: str,
     plan: pathlib.Path,
@@ -57,7 +57,7 @@ def precompile(
     num_slices: int,
     memory_gb: float | None,
     workers: int | None,
-    as_json: bool,
+    form: str | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Compile every shape of a plan, for the devices of this machine or for others.
@@ -96,14 +96,14 @@ def precompile(
         limit = memory_gb and memory_gb * 1e9
         if limit is None and device.platform != "tpu":
             limit = memory_limit(device)
-    _show(done, cache, limit, as_json, is_first=processes.index == 0)
+    _show(done, cache, limit, form, is_first=processes.index == 0)
 
 
 def _show(
     done: Precompiled,
     cache: pathlib.Path | None,
     limit: float | None,
-    as_json: bool,
+    form: str | None,
     *,
     is_first: bool,
 ) -> None:
@@ -118,7 +118,7 @@ def _show(
         "not_kept": not_kept,
     }
     if is_first:
-        show(as_json, checked | done.to_dict(), done.report)
+        show(form, checked | done.to_dict(), done.report)
     for name, error in done.failures.items():
         click.echo(f"{name}: {error}", err=True)
     for p in above:

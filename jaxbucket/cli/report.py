@@ -12,12 +12,14 @@ import click
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.cli.options import (
     EXISTING,
+    LENGTHS,
+    POSITIVE,
     accumulate_option,
-    column_option,
+    form_option,
     group_option,
-    json_option,
     plot_option,
     read_columns,
+    reading_options,
     remainder_option,
     unit_option,
 )
@@ -30,28 +32,28 @@ from jaxbucket.schedule.batch_schedule import BatchSchedule
 
 @click.command()
 @click.argument("plan_file", metavar="PLAN", type=EXISTING)
-@click.argument("lengths", type=EXISTING)
+@click.argument("lengths", type=LENGTHS)
 @remainder_option
 @accumulate_option
 @group_option
-@column_option
+@reading_options
 @unit_option
 @click.option(
     "--tokens-per-device",
-    type=click.IntRange(min=1),
+    type=POSITIVE,
     metavar="TOKENS",
     help="Also show how many tokens are in rows that do not fit on one device.",
 )
 @plot_option
-@json_option
+@form_option
 def report(
     plan_file: pathlib.Path,
     lengths: pathlib.Path,
-    columns: tuple[str, ...],
+    reading: dict[str, Any],
     unit: str,
     tokens_per_device: int | None,
     plot: pathlib.Path | None,
-    as_json: bool,
+    form: str | None,
     **options: Any,
 ) -> None:
     """Report the padding and cost of PLAN on LENGTHS.
@@ -64,7 +66,8 @@ def report(
     check_outputs([plan_file, lengths], plot=plot)
     with new_figure(plot, 8, 7) as figure:
         plan = read_plan(plan_file)
-        rows = read_columns(lengths, columns or plan.sequences)
+        reading["columns"] = reading["columns"] or plan.sequences
+        rows = read_columns(lengths, **reading)
         if plan.packed:
             seq_lens = [bucket.seq_len for bucket in plan.buckets]
             packing = pack(rows, seq_lens, overlong=plan.overlong)
@@ -81,7 +84,7 @@ def report(
         shares = row_shard_shares(totals, tokens_per_device)
         numbers["row_shards"] = shares
         tables.append(_shares_table(shares, tokens_per_device))
-    show(as_json, numbers, *tables)
+    show(form, numbers, *tables)
 
 
 def _shares_table(shares: list[dict[str, float]], tokens: int) -> Any:

@@ -174,6 +174,10 @@ class CompileReport(Record):
         count = len(self.programs)
         return f"<CompileReport: {count} programs, {self.num_compiled} compiled>"
 
+    @property
+    def legends(self) -> tuple[str, ...]:
+        return (_CAPTION, _COLLECTIVES_CAPTION)
+
     def __rich__(self) -> Any:
         """Returns the report as `rich` tables, which usually fit in 80 columns."""
         from rich.console import Group

@@ -126,6 +126,10 @@ class FittedBatchSizes(Record):
         shapes = ", ".join(f"[{x.batch_size}, {x.seq_len}]" for x in self.sizes)
         return f"<FittedBatchSizes: {shapes}>"
 
+    @property
+    def legends(self) -> tuple[str, ...]:
+        return (_CAPTION,)
+
     def __rich__(self) -> Any:
         """Returns the batch sizes as a `rich` table."""
         from rich import box
@@ -136,7 +140,7 @@ class FittedBatchSizes(Record):
         )
         table = Table(
             box=box.SIMPLE_HEAD,
-            caption=f"\n{_CAPTION} Limit: {limit}.",
+            caption=f"\nLimit: {limit}.\n{_CAPTION}",
             caption_justify="left",
             show_edge=False,
         )

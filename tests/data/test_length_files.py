@@ -3,14 +3,19 @@
 import bz2
 import gzip
 import json
+import math
+import pathlib
+import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from jaxbucket.data.length_files import read_lengths
+from jaxbucket.data.length_files import read_lengths, suffix_of
 
 pyarrow = pytest.importorskip("pyarrow")
 
+RNG = np.random.default_rng(0)
 TEXTS = ["to be", "or not  to be ", "é", ' "x']
 SIZES = {
     "words": [2, 4, 1, 1],
@@ -80,6 +85,152 @@ def test_quotes_and_newlines_of_csv_but_not_of_tsv(write):
     assert read_lengths(tsv, ["text"], "characters")[0].tolist() == [6, 2]
 
 
+# What a value may be, and where it may be
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json", ".parquet"])
+def test_dots_name_fields_in_fields(tmp_path, write, suffix):
+    rows = [
+        {"meta": {"frames": 3, "text": {"tokens": [1, 2]}}, "a.b": 7, "a": {"b": 8}},
+        {"meta": {"frames": 5, "text": {"tokens": [1]}}, "a.b": 9, "a": {"b": 6}},
+    ]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == ".json":
+        write(path.name, json.dumps(rows, indent=2))
+    else:
+        write(path.name, "".join(json.dumps(row) + "\n" for row in rows))
+    # A name that is that of a column is not a field in a field.
+    found = read_lengths(path, ["meta.frames", "meta.text.tokens", "a.b"])
+    assert [x.tolist() for x in found] == [[3, 5], [2, 1], [7, 9]]
+
+
+@pytest.mark.parametrize("second", ["{}", '{"frames": null}', "null"])
+def test_a_missing_field_in_a_field_is_null(write, second):
+    path = write("a.jsonl", f'{{"m": {{"frames": 3}}}}\n{{"m": {second}}}\n')
+    with pytest.raises(ValueError, match="'m.frames', row 1 is null"):
+        read_lengths(path, ["m.frames"])
+
+
+@pytest.mark.parametrize("scale", [1, 50, 100, 0.25, 16_000])
+def test_scaled_numbers_are_rounded_up(tmp_path, write, scale):
+    values = RNG.integers(1, 100_000, 500)
+    expected = [math.ceil(Fraction(int(x), 100) * Fraction(scale)) for x in values]
+    texts = [f"{x // 100}.{x % 100:02}" for x in values]
+    path = write("a.csv", "\n".join(["s", *texts]) + "\n")
+    assert read_lengths(path, ["s"], scales=[scale])[0].tolist() == expected
+    path = tmp_path / "a.npy"
+    np.save(path, np.array(texts, np.float64))
+    assert read_lengths(path, scales=[scale])[0].tolist() == expected
+    # Integers and numbers of elements are scaled as well.
+    np.save(path, values)
+    expected = [math.ceil(int(x) * Fraction(scale)) for x in values]
+    assert read_lengths(path, scales=[scale])[0].tolist() == expected
+    (found,) = read_lengths(write("a.jsonl", json_lines(x=TOKENS)), scales=[scale])
+    assert found.tolist() == [math.ceil(len(x) * Fraction(scale)) for x in TOKENS]
+
+
+def test_float32_is_scaled_without_its_rounding_errors(tmp_path):
+    frames = np.arange(1, 5000)
+    np.save(tmp_path / "a.npy", (frames / 100).astype(np.float32))
+    (found,) = read_lengths(tmp_path / "a.npy", scales=[100])
+    assert found.tolist() == frames.tolist()
+
+
+def test_each_column_may_have_its_own_scale(write):
+    path = write("a.csv", "s,n\n1.5,3\n0.25,4\n")
+    both = read_lengths(path, ["s", "n"], scales=[100, 1])
+    assert [x.tolist() for x in both] == [[150, 25], [3, 4]]
+    both = read_lengths(path, ["n", "s"], scales=[2])
+    assert [x.tolist() for x in both] == [[6, 8], [3, 1]]
+    with pytest.raises(ValueError, match="`scale"):
+        read_lengths(path, ["s", "n"], scales=[1, 2, 3])
+    with pytest.raises(ValueError, match="`scale"):
+        read_lengths(path, ["s"], scales=[1, 2])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.5, 0.0, 1e300])
+def test_numbers_that_no_scale_makes_lengths_are_refused(tmp_path, bad):
+    np.save(tmp_path / "a.npy", [1.5, bad])
+    with pytest.raises(ValueError, match=r"lengths\[1\]"):
+        read_lengths(tmp_path / "a.npy", scales=[100])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".csv.bz2"])
+def test_semicolons_separate_csv_without_commas_in_the_header(write, suffix):
+    rows = 'id;text;n\n1;"a; b, c";3\n2;d, e;4\n'
+    path = write(f"a{suffix}", rows)
+    assert read_lengths(path, ["n"])[0].tolist() == [3, 4]
+    assert read_lengths(path, ["text"], "characters")[0].tolist() == [7, 4]
+    path = write(f"b{suffix}", "n,a;b\n3,x;y\n4,z\n")
+    assert read_lengths(path, ["n"])[0].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_an_array_of_json_is_a_table_or_a_column(write, suffix):
+    rows = [{"n": 3}, {"n": 4, "text": "to be"}, {"text": None, "n": 5}]
+    path = write(f"a{suffix}", json.dumps(rows, indent=1))
+    assert read_lengths(path, ["n"])[0].tolist() == [3, 4, 5]
+    for values, expected in (([3, 1, 2], [3, 1, 2]), (TOKENS, [3, 1, 2, 4])):
+        path = write(f"b{suffix}", json.dumps(values))
+        assert read_lengths(path)[0].tolist() == expected
+    path = write(f"c{suffix}", json.dumps(TEXTS))
+    assert read_lengths(path, (), "words")[0].tolist() == SIZES["words"]
+
+
+def test_a_function_measures_any_value(tmp_path, write):
+    chats = [[["a", "bc"], ["d"]], [["ef"]], [[], ["g"]]]
+    path = write("a.jsonl", json_lines(m=chats, s=[0.5, 1.5, 2.5]))
+
+    def letters(messages):
+        return len("".join(sum(messages, [])))
+
+    assert read_lengths(path, ["m"], letters)[0].tolist() == [4, 2, 1]
+    assert read_lengths(path, ["s"], lambda x: int(2 * x))[0].tolist() == [1, 3, 5]
+    # Its results are scaled.
+    assert read_lengths(path, ["m"], letters, [0.5])[0].tolist() == [2, 1, 1]
+    np.save(tmp_path / "a.npy", [3, 4])
+    assert read_lengths(tmp_path / "a.npy", (), lambda x: x + 1)[0].tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        (lambda x: x / 0, "row 0"),
+        (lambda x: 9 // (x - 4), "row 1"),
+        (lambda x: x + 0.5, "--length-fn"),
+        (str, "`lengths`"),
+        (lambda x: x - 4, r"lengths\[0\]=-1"),
+    ],
+)
+def test_functions_that_return_no_length_are_refused(write, function, shown):
+    path = write("a.csv", "n\n3\n4\n")
+    with pytest.raises((ValueError, ZeroDivisionError)) as error:
+        read_lengths(path, (), function)
+    notes = getattr(error.value, "__notes__", ())
+    assert re.search(shown, "".join([str(error.value), *notes]))
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.parquet", "a.jsonl", "a.json"])
+def test_the_first_bytes_tell_the_format(tmp_path, write, name):
+    if name == "a.npy":
+        np.save(tmp_path / name, [1])
+    elif name == "a.npz":
+        np.savez(tmp_path / name, [1])
+    elif name == "a.parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"n": [1]}), tmp_path / name)
+    else:
+        write(name, '{"n": 1}\n' if name == "a.jsonl" else "[1]")
+    assert suffix_of((tmp_path / name).read_bytes()) == pathlib.Path(name).suffix
+    assert suffix_of(b"a\tb\n1,2\t3\n") == ".tsv"
+    assert suffix_of(b"a;b\n1;2\t3\n") == suffix_of(b"") == ".csv"
+
+
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.npy"])
 def test_a_missing_file_is_reported(tmp_path, name):
     with pytest.raises(FileNotFoundError, match="No such file"):
@@ -119,7 +270,15 @@ def test_long_lines_and_many_rows_are_read(write):
         ("a.csv", b"m\nab\xff\n", "UTF-8"),
         ("a.tsv", b"m\nab\xff\n", "UTF-8"),
         ("a.csv", "m\n1\n0\n", r"lengths\[1\]=0"),
-        ("a.csv", "m\n1\n2.5\n", "`lengths`"),
+        ("a.csv", "m\n1\n2.5\n", "such as 2.5.*--scale.*--length-fn"),
+        ("a.csv", "m\n1.0\n2.0\n", "--scale.*--length-fn"),
+        ("a.jsonl", json_lines(m=[1, 12.34]), "such as 12.34.*--scale.*--length-fn"),
+        ("a.json", json.dumps([{"m": 0.5}]), "such as 0.5.*--scale.*--length-fn"),
+        ("a.json", json_lines(m=[1, 2]), ".jsonl"),
+        ("a.json", json.dumps({"m": [1, 2]}), "JSON array"),
+        ("a.json", "[1, 2", "JSON array"),
+        ("a.json", json.dumps([{"m": 1}, 2]), "a.json"),
+        ("a.json", json.dumps([{"m": 1}, {"n": 2}]), "row 1 is null"),
         ("a.csv", "m\nab\n", "--unit"),
         ("a.csv", "5\n3\n4\n", "header"),
         ("a.csv", " 5\n3\n4\n", "header"),
@@ -127,13 +286,15 @@ def test_long_lines_and_many_rows_are_read(write):
         ("a.csv", "m,n\n1,2\n3\n", "Expected 2 columns"),
         ("a.jsonl", json_lines(m=[[1, 2], None]), "row 1 is null"),
         ("a.jsonl", '{"m": [1]}\n{"n": [1]}\n', "row 1 is null"),
-        ("a.jsonl", json_lines(m=[[[1], [2]]]), "nested"),
+        ("a.jsonl", json_lines(m=[[[1], [2]]]), "--length-fn"),
+        ("a.jsonl", json_lines(m=[{"frames": 1}]), "--length-fn"),
         ("a.jsonl", json_lines(m=[[]]), r"lengths\[0\]=0"),
         ("a.jsonl", json_lines(m=[True]), "`lengths`"),
         ("a.jsonl", json_lines(m=[3000000000]), "2147483647"),
         ("a.jsonl", "5\n6\n", "a.jsonl"),
         ("a.jsonl", '{"m": 1', "a.jsonl"),
         ("a.parquet", "m", "a.parquet"),
+        ("a.csv", "n;m\n1;2\n3;\n", "row 1 is null"),
         ("a.npy", b"\x93NUMPY", "a.npy"),
         ("a.npz", b"PK", "a.npz"),
         ("a.txt", "1\n2\n", "module:function"),
@@ -148,7 +309,9 @@ def test_files_without_lengths_are_refused(write, name, text, shown):
     )
 
 
-@pytest.mark.parametrize("columns", [(), ["a", "a"], ["a", "c"]])
+@pytest.mark.parametrize(
+    "columns", [(), ["a", "a"], ["a", "c"], ["a.b"], ["c.d"], ["a."]]
+)
 @pytest.mark.parametrize("name", ["a.npz", "a.jsonl"])
 def test_columns_must_be_named_once(tmp_path, write, name, columns):
     if name == "a.npz":
@@ -162,7 +325,7 @@ def test_columns_must_be_named_once(tmp_path, write, name, columns):
 def test_a_unit_measures_text_only(write):
     # pyarrow reads digits as numbers.
     path = write("a.csv", "m\n12\n1984\n")
-    with pytest.raises(ValueError, match="`--unit`"):
+    with pytest.raises(ValueError, match="--unit"):
         read_lengths(path, ["m"], "words")
 
 

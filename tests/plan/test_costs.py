@@ -146,3 +146,26 @@ def test_costs_have_a_unit():
 def test_an_invalid_cost_is_refused(name, make):
     with pytest.raises(ValueError, match=f"`{name}"):
         make()
+
+
+@pytest.mark.parametrize("count", [4, 9, 17])
+def test_the_fit_has_the_least_absolute_errors(count):
+    # Slightly different terms are never better: the problem is convex.
+    rng = np.random.default_rng(count)
+    shapes = [*SHAPES, *(Bucket(int(b), 96) for b in rng.integers(1, 99, 20))][:count]
+    true = StepTime(0.01, 2e-5, 5e-9)
+    exact = times_of(true, shapes)
+    measured = {x: time * float(rng.uniform(0.7, 1.6)) for x, time in exact.items()}
+    fitted = StepTime.fit(measured)
+
+    def errors(terms):
+        cost = StepTime(*terms)
+        predicted = times_of(cost, shapes)
+        return sum(abs(predicted[x] / time - 1) for x, time in measured.items())
+
+    least = errors(terms_of(fitted))
+    for size in (1e-4, 1e-2, 0.3):
+        for _ in range(50):
+            changed = np.array(terms_of(fitted)) * (1 + size * rng.standard_normal(3))
+            changed += size * rng.uniform(0, 1, 3) * np.array(terms_of(true))
+            assert errors(np.maximum(changed, 0)) >= least - 1e-6

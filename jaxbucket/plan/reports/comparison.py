@@ -35,6 +35,11 @@ BY_TOKENS = "optimal by tokens"
 ONE_SHAPE = "one shape"
 # As wide as the longest name of a rule.
 _NAME_WIDTH = len(BY_TOKENS)
+_LEGEND = (
+    "Padding: the share of positions that are padding. Empty rows: the share of "
+    "positions in rows without an example, included in the padding. Largest batch: the "
+    "largest B * T. Times best: the cost divided by that of the first plan."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +193,10 @@ class Comparison(Record):
             "plans": [compared.to_dict() for compared in self.plans],
         }
 
+    @property
+    def legends(self) -> tuple[str, ...]:
+        return (_LEGEND,)
+
     def __rich__(self) -> Any:
         """Returns the plans as a `rich` table, for a terminal."""
         best = self.plans[0].report
@@ -196,14 +205,8 @@ class Comparison(Record):
             *("plan", "shapes", "padding", "empty\nrows", "steps", "largest\nbatch"),
             *(f"epoch\n({unit})", "times\nbest"),
         )
-        legend = (
-            "Padding: the share of positions that are padding. Empty rows: the share "
-            "of positions in rows without an example, included in the padding. Largest "
-            "batch: the largest B * T. Times best: the cost divided by that of the "
-            "first plan."
-        )
         rows = map(self._row, self.plans)
-        table = number_table(names, rows, f"{self.summary}\n{legend}")
+        table = number_table(names, rows, f"{self.summary}\n{_LEGEND}")
         first = table.columns[0]
         # Long names wrap instead of being truncated, because they may be file names.
         first.justify, first.no_wrap, first.overflow = "left", False, "fold"

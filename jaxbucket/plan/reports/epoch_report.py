@@ -161,14 +161,11 @@ class Report(Record):
             for b in self.buckets
         )
         rows = (row[: len(names)] for row in rows)
-        return number_table(names, rows, f"{self.summary}\n{self._legend(what)}")
+        return number_table(names, rows, "\n".join([self.summary, *self.legends]))
 
-    def _legend(self, what: str) -> str:
-        """Returns an explanation of the columns of the table.
-
-        Args:
-          what: the things in rows, "examples" or "rows".
-        """
+    @property
+    def legends(self) -> tuple[str, ...]:
+        what = "rows" if self.packed_examples else "examples"
         shape = f"of T {self.unit}"
         meaning = f"{what} that fit in no shorter bucket"
         if self.sequence_tokens:
@@ -185,7 +182,7 @@ class Report(Record):
         if self.cost_unit != "tokens":
             cost = "time" if self.cost_unit == "s" else "cost"
             text += f" Share of {cost}: share of the predicted {cost} of an epoch."
-        return text
+        return (text,)
 
     @property
     def padding_shares(self) -> tuple[str, str, str]:
