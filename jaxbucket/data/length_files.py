@@ -68,7 +68,8 @@ def read_lengths(
         and rounded up. Required if numbers are not integers, such as seconds.
 
     Returns:
-      `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default.
+      `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default. With
+      several columns, an example may have length 0 in some of them.
 
     Raises:
       ValueError: if the suffix is another one, if there is no such column, if there are
@@ -111,7 +112,8 @@ def read_lengths(
             )
         with Noting(f"This is column {name!r} of `{path}`."):
             lengths = lengths if scale is None else _scaled(lengths, scale)
-            found.append(check_lengths(lengths).astype(np.int32))
+            least = int(len(read) == 1)
+            found.append(check_lengths(lengths, least=least).astype(np.int32))
     return found
 
 
@@ -124,13 +126,13 @@ def suffix_of(beginning: bytes) -> str:
 
 
 def _scaled(values: np.ndarray, scale: float) -> np.ndarray:
-    """Returns numbers times `scale`, rounded up; 0 for NaN, which is no length."""
+    """Returns numbers times `scale`, rounded up; -1 for NaN, which is no length."""
     if values.dtype.kind not in "iuf":
         return values
     # Rounding errors do not count: 1.1 * 100 is a little more than 110.
     error = 2 * np.finfo(np.result_type(values.dtype, np.float32)).eps
     scaled = np.ceil(values.astype(np.float64) * scale * (1 - error))
-    return np.nan_to_num(scaled).clip(-1, MAX_LENGTH + 1).astype(np.int64)
+    return np.nan_to_num(scaled, nan=-1).clip(-1, MAX_LENGTH + 1).astype(np.int64)
 
 
 def _read_numpy(path: pathlib.Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
