@@ -154,5 +154,6 @@ def _refilled(x: np.ndarray, real: np.ndarray) -> np.ndarray:
     values, num_padding = x[real], np.count_nonzero(~real)
     refilled = x.copy()
     # In reverse order, so that padding does not repeat the value next to it.
-    refilled[~real] = values[::-1][np.arange(num_padding) % len(values)]
+    if len(values):  # No example of the batch may have the sequence.
+        refilled[~real] = values[::-1][np.arange(num_padding) % len(values)]
     return refilled
