@@ -1,8 +1,8 @@
 """Runs the Python code of README.md and of the pages in docs/ as tests.
 
-A reader copies one block, after the README's quick start. So every block runs alone, in a
-folder of its own: it starts with a copy of the names of the quick start, on a part of its
-data, before anything is compiled. Only invisible blocks continue the block before them.
+A reader copies one block, after the README's quick start. So every block runs alone, in
+a folder of its own: it starts with a copy of the names of the quick start, on a part of
+its data, before anything is compiled. Only invisible blocks continue the one before.
 """
 
 import functools
@@ -82,18 +82,18 @@ def tear_down(namespace: dict[str, Any]) -> None:
     gc.collect()
 
 
-def pages(folder: pathlib.Path, pattern: str) -> Sybil:
+def pages(folder: pathlib.Path, *patterns: str) -> Sybil:
     return Sybil(
         parsers=[CodeBlockParser("python", BlockEvaluator()), SkipParser()],
         path=str(folder),
-        patterns=[pattern],
+        patterns=patterns,
         setup=set_up,
         teardown=tear_down,
     )
 
 
 pytest_collect_file = (
-    pages(ROOT, "README.md") + pages(ROOT / "docs", "**/*.md")
+    pages(ROOT, "README.md") + pages(ROOT / "docs", "*.md", "**/*.md")
 ).pytest()
 
 

@@ -83,14 +83,9 @@ def test_the_reference_has_every_public_name():
 
 def public_names(module: types.ModuleType) -> list[str]:
     """Returns the functions and classes of jaxbucket that a package shows."""
-    return [
-        name
-        for name in sorted(dir(module))
-        if not name.startswith("_")
-        and str(getattr(getattr(module, name), "__module__", "")).startswith(
-            "jaxbucket"
-        )
-    ]
+    names = sorted(name for name in dir(module) if not name.startswith("_"))
+    homes = {name: getattr(getattr(module, name), "__module__", "") for name in names}
+    return [name for name in names if str(homes[name]).startswith("jaxbucket")]
 
 
 def test_files_and_folders_that_pages_name_exist():
