@@ -26,7 +26,7 @@ import documents
 
 ROOT = pathlib.Path(__file__).parents[1]
 # As distinct in brightness as in hue.
-COLORS = ["#1f4e79", "#e08a2e", "#5b9a8b", "#b3c7e6", "#8c4a6b", "#d9c27e"]
+COLORS = ["#1f4e79", "#e08a2e", "#5b9a8b", "#7f9bd1", "#a0527f", "#b59a3c"]
 PADDING = "0.88"
 
 
