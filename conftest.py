@@ -12,8 +12,8 @@ import pathlib
 import tempfile
 from typing import Any
 
-# Read when jax is imported. Otherwise it may look for the drivers of a GPU. Blocks run on
-# eight devices, as tests/ do: what runs on eight devices runs on one, two or four as well.
+# Read when jax is imported. Otherwise it may look for the drivers of a GPU. Blocks run
+# on eight devices, as tests/ do: then they run on one, two or four devices as well.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
