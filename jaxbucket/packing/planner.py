@@ -55,7 +55,7 @@ def plan_packing(
 
     Batches of rows that mix lengths are preferred if they cost at most 1% more, because
     the gradient of a batch with examples of one length is biased towards what that
-    length holds (see docs/learning.md).
+    length holds (see docs/decide/pack_or_bucket.md).
 
     Example:
       >>> import numpy as np
