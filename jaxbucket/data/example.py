@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.checks import check_type
 from jaxbucket.base.notes import Noting
 
 Example: TypeAlias = Mapping[str, ArrayLike]
@@ -32,11 +33,8 @@ def as_arrays(example: Example) -> dict[str, np.ndarray]:
       ValueError: if the example is not a dict, or a feature is ragged or has masked
         values.
     """
-    if not isinstance(example, Mapping):
-        raise ValueError(
-            f"The example is a {type(example).__name__}, not a dict of arrays, such "
-            'as {"tokens": array}.'
-        )
+    remedy = 'Pass a dict of arrays, such as {"tokens": array}.'
+    check_type("example", example, Mapping, remedy)
     return {name: _as_array(name, value) for name, value in example.items()}
 
 

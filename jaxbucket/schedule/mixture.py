@@ -16,6 +16,7 @@ from jaxbucket.base.checks import (
     check_accumulate,
     check_float,
     check_positive,
+    check_type,
 )
 from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import number_table
@@ -330,11 +331,8 @@ class Mixture(CombinedSchedule):
     def _report(self, index: int, steps: int) -> ComponentReport:
         """Returns the numbers of a component over its first `steps` steps."""
         schedule = self.schedules[index]
-        if not isinstance(schedule, BatchSchedule):
-            raise ValueError(
-                f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
-                "whose epochs differ. A report requires a `BatchSchedule`."
-            )
+        name = f"schedules[{self._keys[index]!r}]"
+        check_type(name, schedule, BatchSchedule, "Its epochs differ.")
         epoch, epochs = schedule.report(), steps / len(schedule)
         return ComponentReport(
             str(self._keys[index]),

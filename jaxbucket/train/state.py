@@ -16,7 +16,7 @@ from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.base.checks import check_function
+from jaxbucket.base.checks import check_function, check_type
 from jaxbucket.sharding.mesh import check_mesh, has_shapes, put, replicate
 from jaxbucket.train.linen_variables import init_linen
 
@@ -218,13 +218,9 @@ def _parts(
 
 def checked_state(state: Any) -> TrainState:
     """Returns the state of a step, after checking that it is one of this package."""
-    if isinstance(state, TrainState):
-        return state
-    kind = f"{type(state).__module__}.{type(state).__qualname__}"
-    raise ValueError(
-        f"`state` is a {kind}. Pass a state of `create_state`, such as "
-        "`create_state(params, tx, mesh)`. For your own state, jit your own step."
-    )
+    remedy = "Pass a state of `create_state`. For your own state, jit your own step."
+    check_type("state", state, TrainState, remedy)
+    return state
 
 
 def _init(tx: optax.GradientTransformation, params: Any) -> Any:
