@@ -29,10 +29,6 @@ def check_lengths(
       lengths: `[N]` integers, one per example.
       name: the name of the argument, for messages.
       least: the least length, 0 if an example may lack this sequence.
-
-    Raises:
-      ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
-        or holds a value below `least` or above 2**31 - 1.
     """
     array = np.asarray(lengths)
     if array.ndim != 1:

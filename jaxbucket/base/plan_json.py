@@ -34,10 +34,6 @@ def read(text: str, names: list[str]) -> dict[str, Any]:
     Args:
       text: the JSON object.
       names: the fields of a plan.
-
-    Raises:
-      ValueError: if `text` is not valid JSON, does not hold a plan, or holds one of an
-        unknown version or with unknown fields.
     """
     fields = json.loads(text)
     if not isinstance(fields, dict) or not fields.items() >= _HEADER.items():

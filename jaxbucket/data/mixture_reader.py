@@ -92,10 +92,6 @@ def make_mixture_reader(
       shard: the rows to read of each batch.
       options: the options of a `BatchReader`, each for all components, or a mapping
         with exactly the names of the components.
-
-    Raises:
-      ValueError: if the names differ, or an option does not fit its component, which a
-        note names.
     """
     if set(sources) != set(schedule.names):
         raise ValueError(

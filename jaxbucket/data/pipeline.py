@@ -122,11 +122,7 @@ def _end_step(
     num_steps: float | None,
     num_epochs: int | None,
 ) -> int:
-    """Returns the first step after a run; arguments as for `batch_dataset`.
-
-    Raises:
-      ValueError: if both ends are given, or `start_step` is not between 0 and the end.
-    """
+    """Returns the first step after a run; arguments as for `batch_dataset`."""
     if num_steps is not None and num_epochs is not None:
         raise ValueError(
             f"`num_steps={num_steps}` and `num_epochs={num_epochs}` both set the "

@@ -69,11 +69,6 @@ class BatchReader:
         declares.
       pad_value: value that fills padded positions.
       transform: function applied to each example, or None.
-
-    Raises:
-      ValueError: if the source is not random-access, if the numbers of examples and
-        lengths differ, if the source declares different lengths or sequences, or if
-        the shard does not divide a bucket.
     """
 
     source: Source
@@ -246,11 +241,7 @@ class BatchReader:
 
     @functools.cached_property
     def like(self) -> Example:
-        """`source[0]` after `transform`, the template for the features of all batches.
-
-        Raises:
-          ValueError: if the example cannot be part of a batch.
-        """
+        """`source[0]` after `transform`, the template for the features of batches."""
         bucket = Bucket(1, self.schedule.buckets[-1].seq_len)
         options = {"sequences": self.sequences, "pad_value": self.pad_value}
         with Noting("This is `source[0]`, the template for all batches."):

@@ -99,12 +99,7 @@ def _load(
 
 
 def _read(dataset: grain.MapDataset[Any], index: int) -> Any:
-    """Returns an element, in a worker.
-
-    Raises:
-      RuntimeError: in place of an error that cannot be pickled, for which the main
-        process would wait forever, such as one of a class of the main script.
-    """
+    """Returns an element, in a worker."""
     try:
         return dataset[index]
     except Exception as error:

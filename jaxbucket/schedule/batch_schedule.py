@@ -393,9 +393,6 @@ def _selected(
       plan: the plan, which has to hold the examples of the subset only.
       lengths: `[N]` integers, or sequence name -> `[N]` integers.
       subset: `[N]` bool, or the indices of the examples; None for all of them.
-
-    Raises:
-      ValueError: if the plan refuses a length of the subset, or `subset` is invalid.
     """
     if subset is None:
         return plan.check(lengths), None

@@ -22,11 +22,6 @@ class CombinedSchedule(Schedule):
     Args:
       components: the components by name, index or first step.
       names: the names of components with sources of their own; usually empty.
-
-    Raises:
-      ValueError: if there is no component; if one is not a schedule, or has names; or
-        if, without names, the components differ in their sequences, in whether rows
-        are packed or in which end of examples they truncate.
     """
 
     def __init__(self, components: Mapping[Any, Schedule], names: tuple[str, ...] = ()):
@@ -94,12 +89,7 @@ class CombinedSchedule(Schedule):
 
 
 def change_steps(name: str, changes: Any) -> list[int]:
-    """Returns the steps from which each of several values holds.
-
-    Raises:
-      ValueError: if `changes` is no mapping from steps, or they do not start with 0 or
-        are not ascending integers.
-    """
+    """Returns the steps from which each of several values holds."""
     steps = list(changes) if isinstance(changes, Mapping) else []
     if [check_integer(name, step) for step in steps] != sorted({0, *steps}):
         raise ValueError(

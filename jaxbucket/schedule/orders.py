@@ -266,11 +266,7 @@ NAMED: dict[str, Order] = {
 
 
 def check_order(order: Any, num_examples: int) -> Order:
-    """Returns an order, which may be given by its name.
-
-    Raises:
-      ValueError: if the name is unknown, or the order does not fit the examples.
-    """
+    """Returns an order, which may be given by its name."""
     if isinstance(order, str):
         check_choice("order", order, list(NAMED))
         order = NAMED[order]

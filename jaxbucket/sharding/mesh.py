@@ -99,11 +99,7 @@ def batch_sharding(
 
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the batch axes, including row axes, as a tuple.
-
-    Raises:
-      ValueError: if `mesh` is not a mesh or lacks one of the axes.
-    """
+    """Returns the batch axes, including row axes, as a tuple."""
     rows, columns = _divided_axes(mesh, batch_axes)
     return rows + columns
 

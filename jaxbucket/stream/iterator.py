@@ -78,11 +78,7 @@ class StreamState:
 
     @classmethod
     def from_dict(cls, state: Any) -> StreamState:
-        """Parses the result of `to_dict`.
-
-        Raises:
-          ValueError: if `state` is something else.
-        """
+        """Parses the result of `to_dict`."""
         names = {field.name for field in dataclasses.fields(cls)} - {"current_round"}
         if not isinstance(state, Mapping) or state.keys() != {*names, "round"}:
             raise ValueError(

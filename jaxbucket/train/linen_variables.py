@@ -29,9 +29,6 @@ def init_linen(
       rngs: a key, or a dict of keys; None for `jax.random.key(0)`.
       mesh: the mesh on which the variables are created. They are sharded as
         `linen.with_partitioning` says, and replicated otherwise.
-
-    Raises:
-      ValueError: if there is no sample, or the module has no parameters.
     """
     if sample is None:
         raise ValueError(

@@ -36,12 +36,7 @@ _Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple[Any, Any]]
 
 
 def checked_axes(mesh: Mesh, mode: Mode, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the rows, after checking that a mode has them.
-
-    Raises:
-      ValueError: if the mode or an axis is unknown; with "pmap", if there are further
-        axes, or the devices of a process are not adjacent in the mesh.
-    """
+    """Returns the mesh axes that shard rows, after checking that a mode has them."""
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
     if mode == "pmap":
