@@ -156,12 +156,8 @@ class BatchReader:
 
     def read(self, step: int) -> Batch | tuple[Batch, ...]:
         """Returns the numpy batch of a step, or a tuple of its micro-batches."""
-        micro = zip(
-            self.schedule.micro_batches(step), self.schedule.draws(step), strict=True
-        )
-        batches = tuple(
-            self.read_batch(indices, draws, step) for indices, draws in micro
-        )
+        parts = self.schedule.drawn_batches(step)
+        batches = tuple(self.read_batch(*part, step) for part in parts)
         return batches[0] if self.schedule.accumulate == 1 else batches
 
     def read_batch(self, indices: BatchIndices, draws: BatchDraws, step: int) -> Batch:
@@ -176,8 +172,8 @@ class BatchReader:
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         policies = {
-            "truncate": self.schedule.truncates,
-            "truncate_left": self.schedule.truncates_left,
+            "truncate": self.schedule.plans[0].truncates,
+            "truncate_left": self.schedule.plans[0].truncates_left,
         }
         if self._gathers:
             source = cast(Any, self.source)
@@ -230,7 +226,9 @@ class BatchReader:
     def _check_lengths(self, index: int, example: Example) -> None:
         """Raises a ValueError unless an example has the lengths that were measured."""
         parts = self.schedule.parts
-        lengths = example_lengths(example, self.sequences, self.schedule.sequences)
+        lengths = example_lengths(
+            example, self.sequences, self.schedule.plans[0].sequences
+        )
         for name, length in lengths.items():
             which, measured = "", self.schedule.lengths
             if parts is not None:
@@ -245,6 +243,6 @@ class BatchReader:
         bucket = Bucket(1, self.schedule.buckets[-1].seq_len)
         options = {"sequences": self.sequences, "pad_value": self.pad_value}
         with Noting("This is `source[0]`, the template for all batches."):
-            example = self._transformed(0, 0, self.schedule.draws(0)[0])
+            example = self._transformed(0, 0, next(self.schedule.drawn_batches(0))[1])
             collate_rows([], bucket, like=example, **options)
         return example

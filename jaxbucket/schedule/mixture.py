@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,21 +31,6 @@ StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 _LEAST_SHARE = 1e-12
 # The weights of all steps, or step -> the weights from this step on.
 Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
-
-
-class ComponentBatch(NamedTuple):
-    """A batch of one component of a mixture.
-
-    Attributes:
-      component: the index of the component.
-      indices: the bucket, and the rows as the component itself numbers its
-        examples.
-      draws: the random numbers for the examples.
-    """
-
-    component: int
-    indices: BatchIndices
-    draws: BatchDraws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,26 +263,20 @@ class Mixture(CombinedSchedule):
         """
         return self._keys[next(self._parts_of(check_step(step)))[0]]
 
-    def component_batches(self, step: int) -> list[ComponentBatch]:
-        """Returns the micro-batches of a step, with the rows of the components.
+    def component_parts(
+        self, step: int
+    ) -> Iterator[tuple[int, BatchIndices, BatchDraws]]:
+        """Yields the parts of a step, with the index of the component of each.
+
+        The rows are those of the component, which numbers its examples from 0.
 
         Args:
           step: the step, counted over all epochs.
-
-        Raises:
-          IndexError: if `step` is negative.
         """
-        return [
-            ComponentBatch(
-                index, indices, draws._replace(first_example=self._first_rows[index])
-            )
-            for index, number in self._parts_of(check_step(step))
-            for indices, draws in zip(
-                self.schedules[index].micro_batches(number),
-                self.schedules[index].draws(number),
-                strict=True,
-            )
-        ]
+        for index, number in self._parts_of(check_step(step)):
+            for indices, draws in self.schedules[index].drawn_batches(number):
+                first = self._first_rows[index]
+                yield index, indices, draws._replace(first_example=first)
 
     def report(self, num_steps: int | None = None) -> MixtureReport:
         """Returns the steps, epochs, examples and tokens of each component.
