@@ -309,9 +309,8 @@ class Mixture(CombinedSchedule):
 
     def _report(self, index: int, steps: int) -> ComponentReport:
         """Returns the numbers of a component over its first `steps` steps."""
-        schedule = self.schedules[index]
-        name = f"schedules[{self._keys[index]!r}]"
-        check_type(name, schedule, BatchSchedule, "Its epochs differ.")
+        name, remedy = f"schedules[{self._keys[index]!r}]", "Its epochs differ."
+        schedule = check_type(name, self.schedules[index], BatchSchedule, remedy)
         epoch, epochs = schedule.report(), steps / len(schedule)
         return ComponentReport(
             str(self._keys[index]),
