@@ -184,7 +184,7 @@ class BatchReader:
             self._row(row, place, draws, step)
             for row, place in zip(rows, places, strict=True)
         ]
-        try:
+        with Noting(f"The rows of step {step} are the examples {rows.tolist()}."):
             return collate_rows(
                 examples,
                 bucket,
@@ -194,9 +194,6 @@ class BatchReader:
                 max_segments=self.schedule.max_segments,
                 **policies,
             )
-        except ValueError as error:
-            error.add_note(f"The rows of step {step} are the examples {rows.tolist()}.")
-            raise
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
         """Returns the example of a row, the list of a packed row, or None if empty."""
