@@ -203,5 +203,4 @@ def make_eval_step(
         sums, _ = global_sums(state, batch)
         return mean_metrics(sums)
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jit_step(eval_step, mesh, mode, out_shardings=replicated)
+    return jit_step(eval_step, mesh, mode)
