@@ -163,7 +163,7 @@ def _packed(
 
     rows = dataclasses.replace(limits, overlong="error")
     search = search_within(rows)
-    several, single = search.search(num_buckets), search.single()
+    several, single = search.search(num_buckets), search.of_all([search.last])
     if (longer := _longer(rows, search.last, several)) is not None:
         choice = search_within(longer).search(num_buckets)
         several = _longer_if_better(several, choice)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_positive
+from jaxbucket.base.checks import check_positive, check_type
 from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
 from jaxbucket.compile.absent import Device, default_devices, is_absent
 
@@ -99,11 +99,7 @@ def batch_sharding(
 
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the batch axes, including row axes, as a tuple.
-
-    Raises:
-      ValueError: if `mesh` is not a mesh or lacks one of the axes.
-    """
+    """Returns the batch axes, including row axes, as a tuple."""
     rows, columns = _divided_axes(mesh, batch_axes)
     return rows + columns
 
@@ -146,11 +142,7 @@ def _divided_axes(
 
 def check_mesh(mesh: Any) -> None:
     """Raises a ValueError if `mesh` is not a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"`mesh` is a {type(mesh).__name__}, not a mesh. Make one "
-            "with `data_mesh()` or `jax.make_mesh`."
-        )
+    check_type("mesh", mesh, Mesh, "Make it with `data_mesh()` or `jax.make_mesh`.")
 
 
 def local_rows(mesh: Mesh, *, batch_axes: Axes = None) -> RowShard:

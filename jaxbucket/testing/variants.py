@@ -115,12 +115,7 @@ def _real_entries(batch: Batch, name: str, sequences: PaddedFeatures) -> np.ndar
 def _find_sequences(
     batch: Batch, name: str, sequences: PaddedFeatures
 ) -> tuple[str, ...]:
-    """Returns the keys in `segment_ids` of the axes of a feature after B.
-
-    Raises:
-      ValueError: if the order of several keys is not known, because they have the same
-        T and `sequences` is not a mapping.
-    """
+    """Returns the keys in `segment_ids` of the axes of a feature after B."""
     if isinstance(sequences, Mapping):
         return tuple(key for key, names in sequences.items() if name in (key, *names))
     if name in batch.segment_ids:
