@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.bucket import Bucket
@@ -230,11 +231,24 @@ def put(tree: _T, sharding: NamedSharding) -> _T:
     device = sharding.mesh.devices.flat[0]  # pyright: ignore
     if has_shapes(tree) or is_absent(device):
         return jax.tree.map(lambda x: _shape(x, sharding), tree)
+    # Random keys of `jax.random.key` cannot be placed on devices of other processes.
+    numbers = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
     # Two transfers, because `may_alias` is respected only if the sharding does not
     # change. The first may still alias the original on the device of the original.
-    spread = jax.device_put(tree, sharding)
+    spread = jax.device_put(numbers, sharding)
     # The copy is made later. Until then, the caller must not change a numpy array.
-    return jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
+    spread = jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
+
+    def as_key(x: Any, placed: jax.Array) -> jax.Array:
+        if not _is_key(x):
+            return placed
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))
+
+    return jax.tree.map(as_key, tree, spread)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def has_shapes(tree: Any) -> bool:
