@@ -21,6 +21,11 @@ UNITS: tuple[str, ...] = get_args(Unit)
 Measure: TypeAlias = Unit | Callable[[Any], Any] | None
 
 _NUMPY = (".npy", ".npz")
+_NUMBERS = {
+    "double",
+    "float",
+    *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)),
+}
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 # How files of these formats begin.
@@ -165,7 +170,10 @@ def _read_table(
     row = 0
     for batch in _batches(dataset, names, is_plain):
         for name in names:
-            parts[name].append(_lengths_of(batch.column(name), name, row, measure))
+            # Of several columns, the unit is that of those with text.
+            is_unit = isinstance(measure, str) and len(names) > 1
+            use = None if is_unit and kinds.get(name) in _NUMBERS else measure
+            parts[name].append(_lengths_of(batch.column(name), name, row, use))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
@@ -335,6 +343,7 @@ def _chosen(names: Sequence[str], columns: Sequence[str]) -> Sequence[str]:
     if not is_clear or len({*chosen} & {*names}) < len(chosen):
         raise ValueError(
             f"`--column` names {list(columns)}, and the file has {list(names)}. Choose "
-            "one or several of these, each of them once."
+            "one or several of these, each of them once, such as "
+            f"{' '.join(f'--column {name}' for name in names[:2])}."
         )
     return chosen
