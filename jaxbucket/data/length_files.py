@@ -171,8 +171,9 @@ def _read_table(
     for batch in _batches(dataset, names, is_plain):
         for name in names:
             # Of several columns, the unit is that of those with text.
-            is_unit = isinstance(measure, str) and len(names) > 1
-            use = None if is_unit and kinds.get(name) in _NUMBERS else measure
+            use = measure
+            if len(names) > 1 and not callable(measure) and kinds.get(name) in _NUMBERS:
+                use = None
             parts[name].append(_lengths_of(batch.column(name), name, row, use))
         row += len(batch)
     empty = [np.zeros(0, int)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxbucket.base.batch import Batch
@@ -86,6 +87,8 @@ def check_step(
         feature of several sequences with the same T are not known.
     """
     batch = checked_batch(batch)
+    if not empty_rows and not batch.row_mask.all():
+        raise ValueError("`empty_rows=False`, but `batch` has empty rows.")
     expected = _results(step_fn, state, batch)
     infinite = [x for x, value in expected.items() if not np.isfinite(value).all()]
     if infinite:
@@ -129,8 +132,9 @@ def _results(
     """Returns what a step returns and the state that it changed, by their paths."""
     given = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state)
     returned = step_fn(given, batch)
-    is_state = isinstance(returned, tuple) and len(returned) > 1
-    first, rest = (returned[0], returned[1:]) if is_state else (returned, ())
+    first, rest = returned, ()
+    if isinstance(returned, tuple) and len(returned) > 1:
+        first, *rest = returned
     if jax.tree.structure(first) != jax.tree.structure(state):
         # The step has changed the state in place, or has none.
         first, rest = given, returned
@@ -145,7 +149,7 @@ def _numbers(tree: Any) -> dict[str, np.ndarray]:
         if is_gone or not hasattr(x, "dtype"):
             continue
         # Neither keys nor the gradients of integers.
-        if any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.bool_, np.number)):
+        if any(jnp.issubdtype(x.dtype, kind) for kind in (np.bool_, np.number)):
             numbers[jax.tree_util.keystr(path)] = np.asarray(x, np.float64)
     return numbers
 
@@ -159,12 +163,13 @@ def _differences(
     """Yields the numbers of a state that changed differently, and other numbers."""
     changes = {name: x - before[name] for name, x in expected.items() if name in before}
     # A change that is 0 up to rounding is recognized by its size relative to others.
-    floor = 1e-2 * max(map(np.linalg.norm, changes.values()), default=0.0)
+    sizes = [float(np.linalg.norm(x)) for x in changes.values()]
+    floor = 1e-2 * max(sizes, default=0.0)
     for name, want in expected.items():
         got, scale = results[name], floor
         if name in changes:
             got, want = got - before[name], changes[name]
         else:
-            scale = np.linalg.norm(want)
+            scale = float(np.linalg.norm(want))
         if got.shape != want.shape or not is_close(got, want, tolerance, scale):
             yield name

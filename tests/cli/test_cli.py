@@ -460,7 +460,7 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("plan lengths.npy --max-tokens k", "max_tokens"),
         ("plan lengths.npy --max-tokens 1.5k", "max_tokens"),
         ("plan lengths.npy --max-tokens FUNCTIONS:x", "FUNCTIONS:x"),
-        ("plan lengths.npy --max-tokens FUNCTIONS:not_a_function", "is 3"),
+        ("plan lengths.npy --max-tokens FUNCTIONS:not_a_function", "int"),
         ("plan lengths.npy --max-tokens 999 --num-buckets auto", "--per-second"),
         ("plan lengths.npy --max-tokens 999 --boundaries x", "boundaries"),
         ("plan lengths.npy --max-tokens 999 --max-seq-len 9", "max_seq_len"),

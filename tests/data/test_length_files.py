@@ -340,3 +340,17 @@ def test_a_missing_pyarrow_names_the_extra(write, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"jaxbucket\[files\]"):
         read_lengths(write("a.csv", "n\n1\n"))
+
+
+def test_the_unit_of_several_columns_is_that_of_text(tmp_path):
+    path = tmp_path / "manifest.jsonl"
+    rows = [
+        {"duration": 1.28, "text": "ab", "n": 3},
+        {"duration": 2, "text": "", "n": 1},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    columns, scales = ["duration", "text", "n"], [100, 1, 1]
+    found = read_lengths(path, columns, "characters", scales)
+    assert [x.tolist() for x in found] == [[128, 200], [2, 0], [3, 1]]
+    with pytest.raises(ValueError, match="values of int64"):
+        read_lengths(path, ["n"], "characters")
