@@ -637,6 +637,24 @@ def test_a_step_that_updates_a_module_in_place_is_checked():
 
 
 @pytest.mark.usefixtures("standard_promotion")
+def test_a_state_with_keys_and_16_bits_is_checked():
+    def step_with(reduce):
+        def step_fn(state, batch):
+            key, scale = state
+            x = jnp.where(batch.mask, batch.features["x"], 0)
+            state = jax.random.split(key)[0], scale + reduce(x).astype(scale.dtype)
+            return state, scale
+
+        return step_fn
+
+    batch, _ = rows_of_floats()
+    state = jax.random.key(0), jnp.zeros((), jnp.bfloat16)
+    check_step(step_with(jnp.sum), state, batch, tolerance=0.05)
+    with pytest.raises(AssertionError, match=r"empty rows: .*state.*\[1\]"):
+        check_step(step_with(jnp.mean), state, batch, tolerance=0.05)
+
+
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_step_with_the_names_of_another_library_is_checked():
     def loss_fn(params, batch):
         """Causal, as clients write it: the labels are shifted here."""
