@@ -66,7 +66,8 @@ def spread_windows(steps: np.ndarray, size: int) -> np.ndarray:
         starts += np.random.default_rng(0).integers(0, total // number, number)
     numbers = (starts[:, None] + np.arange(NUM_UPDATES)) % total
     positions = numbers[..., None] * size + np.arange(size)
-    return updates.at(positions.ravel())[0].reshape(positions.shape)
+    buckets = [updates.at(position)[0] for position in positions.ravel().tolist()]
+    return np.reshape(buckets, positions.shape)
 
 
 def ways_to_batch(

@@ -103,7 +103,8 @@ def _divides(layout: RowLayout, shape: tuple[int, ...]) -> bool:
     A model may also attend to other arrays, such as a shorter latent sequence, or
     inside of a `jax.shard_map` of its own.
     """
-    is_whole = shape[0] % layout.num_row_shards == 0
+    num_shards = math.prod(layout.mesh.shape[name] for name in layout.rows)
+    is_whole = shape[0] % num_shards == 0
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return is_whole and shape[1] % layout.num_cuts == 0 and not is_inside
 

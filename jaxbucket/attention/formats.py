@@ -147,7 +147,10 @@ def convert_batch(
     used = {tokens, encoder, loss_weights}
     others = {name: x for name, x in batch.features.items() if name not in used}
     if taken := sorted(others.keys() & names.keys()):
-        raise ValueError(f"`features` already has {taken}. Rename these features.")
+        raise ValueError(
+            f"`features` has {taken}, which keep their names, so `names` cannot use "
+            "them too. Leave them out of `names`, or rename these features."
+        )
     columns = {
         name: column(batch) if callable(column) else _column(roles, column)
         for name, column in names.items()

@@ -33,11 +33,6 @@ class RowLayout(NamedTuple):
     heads: tuple[str, ...] = ()
 
     @property
-    def num_row_shards(self) -> int:
-        """The number of shards of the rows of a batch."""
-        return math.prod(self.mesh.shape[name] for name in self.rows)
-
-    @property
     def num_cuts(self) -> int:
         """The number of devices that share a row."""
         return math.prod(self.mesh.shape[name] for name in self.columns)

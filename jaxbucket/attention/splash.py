@@ -23,17 +23,8 @@ def attend(
     """Returns attention within segments, as `blockwise.attend` does.
 
     Args:
-      query: `[B, T, N, H]` float32 or bfloat16.
-      key: `[B, T, K, H]`, K a divisor of N.
-      value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int, 0 for padding, where the output is finite but
-        arbitrary.
-      is_causal: whether queries attend only to keys up to their own position.
-      scale: the factor of the logits.
+      query: float32 or bfloat16; it and the following as there.
       interpret: whether to run the kernel in interpret mode, for tests on any platform.
-
-    Returns:
-      `[B, T, N, H]` in the dtype of the queries.
     """
     # Imported here because it is slow and needed only on TPUs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash

@@ -64,17 +64,6 @@ class Bucket:
         """B * T, including padding."""
         return self.batch_size * self.tokens_per_row
 
-    def holds(self, other: Bucket) -> bool:
-        """Returns whether a batch of another bucket can be padded to this shape."""
-        if self.batch_size < other.batch_size:
-            return False
-        mine, others = self.seq_len, other.seq_len
-        if isinstance(mine, Sizes) and isinstance(others, Sizes):
-            return mine.holds(others)
-        if isinstance(mine, Sizes) or isinstance(others, Sizes):
-            return False
-        return mine >= others
-
     def of(self, component: str) -> ComponentBucket:
         """Returns the bucket of one component of a mixture."""
         return ComponentBucket(self.batch_size, self.seq_len, component)

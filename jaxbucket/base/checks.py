@@ -6,7 +6,7 @@ import math
 import operator
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,6 +16,8 @@ MAX_ACCUMULATE = 2**16
 MAX_FLOAT = sys.float_info.max
 # The tokens of a batch are fewer, and those of an accumulated step fit in 64 bits.
 MAX_TOKENS = 2**40
+
+_T = TypeVar("_T")
 
 
 def check_lengths(
@@ -29,10 +31,6 @@ def check_lengths(
       lengths: `[N]` integers, one per example.
       name: the name of the argument, for messages.
       least: the least length, 0 if an example may lack this sequence.
-
-    Raises:
-      ValueError: if `lengths` is empty, is not one-dimensional, does not hold integers,
-        or holds a value below `least` or above 2**31 - 1.
     """
     array = np.asarray(lengths)
     if array.ndim != 1:
@@ -175,11 +173,12 @@ def check_function(name: str, value: Any, arguments: str) -> None:
         )
 
 
-def check_type(name: str, value: Any, kind: type, remedy: str) -> None:
-    """Raises a ValueError with a remedy unless `value` is of a type."""
+def check_type(name: str, value: Any, kind: type[_T], remedy: str) -> _T:
+    """Returns `value`, or raises a ValueError with a remedy if its type is another."""
     if not isinstance(value, kind):
         kinds = f"{with_article(value)}, not a `{kind.__name__}`"
         raise ValueError(f"`{name}` is {kinds}. {remedy}")
+    return value
 
 
 def check_seed(seed: Any) -> int:

@@ -12,11 +12,7 @@ PadValue: TypeAlias = float | Mapping[str, float]
 
 
 def check_pad_value(pad_value: PadValue) -> float | dict[str, float]:
-    """Returns `pad_value` as plain Python, sorted by name, after checking it.
-
-    Raises:
-      ValueError: if `pad_value` is neither a number nor a mapping of numbers.
-    """
+    """Returns `pad_value` as plain Python, sorted by name, after checking it."""
     if not isinstance(pad_value, Mapping):
         return _number("pad_value", pad_value)
     names = sorted(pad_value)
@@ -48,10 +44,6 @@ def pad_arrays(
       pad_value: name -> number, with 0 for features that are not named. Or one number
         for all features, which must be 0 if there are several.
       dtypes: name -> dtype of each padded feature.
-
-    Raises:
-      ValueError: if `pad_value` names an unknown feature, is a single nonzero number
-        for several features, or contains a number that a dtype cannot hold.
     """
     values = named_pad_values(pad_value, dtypes)
     return {
@@ -69,10 +61,6 @@ def named_pad_values(
       pad_value: name -> number, or one number for all features, which must be 0 if
         there are several.
       names: the names of the padded features.
-
-    Raises:
-      ValueError: if `pad_value` names an unknown feature, or is a single nonzero number
-        for several features.
     """
     pad_value = check_pad_value(pad_value)
     if not isinstance(pad_value, dict):

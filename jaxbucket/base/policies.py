@@ -30,9 +30,6 @@ def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> 
       overlong: the policy, or a mapping from sequence name to a policy.
       sequences: the names of several sequences.
       others: what has these sequences, for `check_same_sequences`.
-
-    Raises:
-      ValueError: if a policy is unknown, or the names are others.
     """
     known = OVERLONG_SEVERAL if sequences else OVERLONG
     if not isinstance(overlong, Mapping):

@@ -76,7 +76,17 @@ class DataPosition:
           other: the position to compare with, at any step. The message names each entry
             of the plan, the data or the schedule that has changed.
         """
-        changes = self.changes(other)
+        by_part = {
+            part: _changes(part, getattr(self, part), getattr(other, part))
+            for part in ("plan", "data", "schedule")
+        }
+        # Options and data come before the buckets, which usually differ because
+        # something else does, and then so do the costs of their steps.
+        buckets = by_part["plan"].pop("buckets", None)
+        if buckets and by_part["plan"].keys() - {"step_costs", "cost_unit"}:
+            by_part["plan"].pop("step_costs", None)
+        changes = [text for part in by_part.values() for text in part.values()]
+        changes += filter(None, [buckets])
         if not changes:
             return
         if _PROCESSES in other.schedule:
@@ -94,27 +104,6 @@ class DataPosition:
             f"schedule has changed (saved -> now): {'; '.join(changes)}. Restore the "
             f"previous settings, or save to a different folder. {remedy}"
         )
-
-    def changes(self, other: DataPosition) -> list[str]:
-        """Returns a description of each entry that differs in another position.
-
-        It is empty if both are positions of the same run. Options and data come before
-        the buckets.
-
-        Args:
-          other: the position to compare with, at any step.
-        """
-        changes = {
-            part: _changes(part, getattr(self, part), getattr(other, part))
-            for part in ("plan", "data", "schedule")
-        }
-        # The buckets usually differ because something else does, and then so do the
-        # costs of their steps.
-        buckets = changes["plan"].pop("buckets", None)
-        if buckets and changes["plan"].keys() - {"step_costs", "cost_unit"}:
-            changes["plan"].pop("step_costs", None)
-        texts = [text for part in changes.values() for text in part.values()]
-        return [*texts, buckets] if buckets else texts
 
 
 def entry_changes(

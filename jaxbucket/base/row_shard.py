@@ -154,11 +154,7 @@ def cuts_of(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_shard(shard: RowShard | None) -> RowShard:
-    """Returns a shard, by default that of a process which needs all rows.
-
-    Raises:
-      ValueError: if `shard` is anything else.
-    """
+    """Returns a shard, by default that of a process which needs all rows."""
     if shard is None:
         return RowShard()
     check_type("shard", shard, RowShard, "Pass `jb.sharding.local_rows(mesh)`.")

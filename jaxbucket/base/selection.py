@@ -17,10 +17,6 @@ def selected_indices(name: str, selected: ArrayLike, size: int) -> np.ndarray:
       name: the name of the argument, for messages.
       selected: `[N]` bool, whether each example is selected; or `[M]` indices.
       size: the number of examples, N.
-
-    Raises:
-      ValueError: if no example is selected, or `selected` is neither `[N]` bool nor
-        valid indices.
     """
     given = array = np.asarray(selected)
     if array.dtype == bool and array.shape == (size,):

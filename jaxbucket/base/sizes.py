@@ -216,9 +216,6 @@ def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
     Args:
       lengths: `[N]` integers; or as for `lengths_matrix`.
       sequences: the names of several sequences; empty if examples have one length.
-
-    Raises:
-      ValueError: as `check_lengths` or `lengths_matrix`.
     """
     if sequences:
         return lengths_matrix(lengths, sequences)

@@ -322,7 +322,7 @@ def load_function(name: str) -> Callable[..., Any]:
         for part in path.split("."):
             found = getattr(found, part)
         if not callable(found):
-            raise TypeError(f"this is {found!r}, not a function")
+            raise TypeError(f"this is a {type(found).__name__}, not a function")
     except Exception as error:
         raise ValueError(
             f"`{name}` cannot be loaded as `module:function`: {type(error).__name__}: "

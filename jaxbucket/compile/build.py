@@ -92,9 +92,6 @@ class Build:
       failures: label -> the error of tracing or compiling it.
       report: the report of all programs that did not fail.
       seconds: the time that it took to build all programs.
-
-    Raises:
-      Exception: the first error of tracing or compiling, unless `keep_going`.
     """
 
     def __init__(self, programs: Sequence[Program], options: CompileOptions):

@@ -286,12 +286,7 @@ def _difference(others: Sequence[dict[str, str]], facts: dict[str, str]) -> str:
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
-    """Returns the header and the body of a file.
-
-    Raises:
-      OSError: if the file cannot be read.
-      ValueError: if it has changed since it was written, or is not from jaxbucket.
-    """
+    """Returns the header and the body of a file."""
     checksum, _, content = path.read_bytes().partition(b"\n")
     if checksum != _checksum(path, content):
         raise ValueError("it is damaged, or not from jaxbucket")

@@ -109,11 +109,7 @@ def precompile(
 def call_recipe(
     recipe: Callable[..., Any], plan: BucketPlan, arguments: tuple[str, ...]
 ) -> Mapping[str, tuple[Any, Any, Any]]:
-    """Returns the triples of a recipe by name.
-
-    Raises:
-      ValueError: if it returns anything else, or not for all shapes of the plan.
-    """
+    """Returns the triples of a recipe by name."""
     name = f"`{recipe.__module__}:{getattr(recipe, '__qualname__', recipe)}`"
     note = f"The recipe {name} was called with the plan and {list(arguments)}."
     # Not by jax's devices: a recipe may set how many there are.

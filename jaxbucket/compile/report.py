@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 
 from jaxbucket.base.table import Record
 from jaxbucket.compile.collectives import Collective, count_collectives
+from jaxbucket.plan.formatting import number_table
 
 # Characters of a file's name that the table shows.
 _DIGITS = 6
@@ -188,20 +189,13 @@ class CompileReport(Record):
         return Group(*tables)
 
     def _programs_table(self) -> Any:
-        from rich.text import Text
-
-        table = _new_table(_CAPTION)
         # Short titles, so that the table fits in 80 columns.
         titles = ["trace", "XLA", "args", "donated", "out", "temp", "peak"]
         has_hbm = any(p.hbm_bytes is not None for p in self.programs)
         has_file = any(p.file for p in self.programs)
-        for name in [*titles, *["hbm"] * has_hbm, "GFLOP"]:
-            table.add_column(name, justify="right", no_wrap=True)
-        if has_file:
-            table.add_column("file", no_wrap=True)
-        for p in self.programs:
-            table.add_row(
-                Text(f"{p.name} {p.label}"),
+        titles += [*["hbm"] * has_hbm, "GFLOP", *["file"] * has_file]
+        cells = (
+            (
                 f"{p.trace_seconds:.2f}",
                 "loaded" if p.source == "loaded" else f"{p.compile_seconds:.2f}",
                 _megabytes(p.argument_bytes),
@@ -213,36 +207,25 @@ class CompileReport(Record):
                 "" if p.flops is None else _gigaflops(p.flops),
                 *[(p.file or "")[:_DIGITS]] * has_file,
             )
-        return table
+            for p in self.programs
+        )
+        return self._table(titles, cells, _CAPTION)
 
     def _collectives_table(self) -> Any:
-        from rich.text import Text
-
-        table = _new_table(_COLLECTIVES_CAPTION)
         kinds = sorted({kind for p in self.programs for kind in p.collectives})
-        for kind in kinds:
-            table.add_column(kind, justify="right", no_wrap=True)
-        for p in self.programs:
-            cells = [_collective(p.collectives.get(kind)) for kind in kinds]
-            table.add_row(Text(f"{p.name} {p.label}"), *cells)
+        cells = (
+            [_collective(p.collectives.get(kind)) for kind in kinds]
+            for p in self.programs
+        )
+        return self._table(kinds, cells, _COLLECTIVES_CAPTION)
+
+    def _table(self, titles: list[str], cells: Iterable[Any], caption: str) -> Any:
+        """Returns a table with a row for each program."""
+        rows = zip(self.programs, cells, strict=True)
+        lines = ((f"{p.name} {p.label}", *row) for p, row in rows)
+        table = number_table(["program", *titles], lines, caption)
+        table.columns[0].justify = "left"
         return table
-
-
-def _new_table(caption: str) -> Any:
-    """Returns a table whose first column is the name of the program."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        caption=f"\n{caption}",
-        caption_justify="left",
-        padding=(0, 0, 0, 1),
-        pad_edge=False,
-        show_edge=False,
-    )
-    table.add_column("program", no_wrap=True)
-    return table
 
 
 def _collective(found: Collective | None) -> str:

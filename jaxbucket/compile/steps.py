@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +63,8 @@ def compile_steps(
       step_fn: `(state, batch) -> anything`, jitted or not, such as the result of
         `make_train_step`. To donate the state, jit it yourself:
         `jax.jit(step_fn, donate_argnums=0)`. A step that returns a new state must
-        return it with the sharding of the old state, as `make_train_step`'s does.
+        return it with the sharding of the old state, as `make_train_step`'s does; so
+        must one that changes NNX modules in place: `return (model, optimizer), loss`.
       state: the initial state, a pytree of arrays; or its shapes, dtypes and shardings.
       specs: bucket -> a `Batch` of shapes, dtypes and shardings, from `batch_specs`.
       workers: the number of programs to compile at the same time, while the next one is
@@ -79,9 +81,9 @@ def compile_steps(
       `steps(state, batch)`, which runs the executable of the batch's bucket.
 
     Raises:
-      ValueError: if `state` contains shapes without a sharding; if `specs` is empty or
-        not from `batch_specs`; if `workers` is not positive; or if `executables` is not
-        on a file system.
+      ValueError: if `state` contains shapes without a sharding; if `step_fn` changes it
+        without returning it; if `specs` is empty or not from `batch_specs`; if
+        `workers` is not positive; or if `executables` is not on a file system.
       Exception: any error of tracing or compiling, with a note that names the bucket.
     """
     options = CompileOptions(workers, executables, executables_key, progress)
@@ -99,9 +101,33 @@ def compile_with(
     if hasattr(step_fn, "compile_steps"):
         # A step that consists of several phases compiles them itself.
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
-    if not hasattr(step_fn, "lower"):
-        step_fn = jax.jit(step_fn)
+    # What `nnx.jit` returns has stages of its own.
+    is_nnx = type(step_fn).__module__.startswith("flax.")
+    if not hasattr(step_fn, "lower") or is_nnx:
+        step_fn = jax.jit(_returning_changes(step_fn))
     return CompiledSteps(step_fn, (state,), specs, options)
+
+
+def _returning_changes(
+    step_fn: Callable[[Any, Batch], _Result],
+) -> Callable[[Any, Batch], _Result]:
+    """Returns a step that raises a ValueError if it loses changes of its state."""
+
+    @functools.wraps(step_fn)
+    def step(state: Any, batch: Batch) -> _Result:
+        before = jax.tree.leaves(state)
+        result = step_fn(state, batch)
+        # An NNX module is changed in place, in a copy that exists while tracing.
+        after = jax.tree.leaves(state)
+        known = {*map(id, before), *map(id, jax.tree.leaves(result))}
+        if not known.issuperset(map(id, after)):
+            raise ValueError(
+                "`step_fn` changes its state in place, and does not return it, so the "
+                "changes are lost. Return the state: `return state, metrics`."
+            )
+        return result
+
+    return step
 
 
 class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxbucket.base.checks import check_type
 from jaxbucket.base.notes import Noting
 
 Example: TypeAlias = Mapping[str, ArrayLike]
@@ -26,17 +27,9 @@ Features: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 
 
 def as_arrays(example: Example) -> dict[str, np.ndarray]:
-    """Returns the features as arrays.
-
-    Raises:
-      ValueError: if the example is not a dict, or a feature is ragged or has masked
-        values.
-    """
-    if not isinstance(example, Mapping):
-        raise ValueError(
-            f"The example is a {type(example).__name__}, not a dict of arrays, such "
-            'as {"tokens": array}.'
-        )
+    """Returns the features as arrays."""
+    remedy = 'Pass a dict of arrays, such as {"tokens": array}.'
+    check_type("example", example, Mapping, remedy)
     return {name: _as_array(name, value) for name, value in example.items()}
 
 
@@ -55,11 +48,7 @@ def _as_array(name: str, value: ArrayLike) -> np.ndarray:
 
 
 def copy_features(example: Example) -> dict[str, np.ndarray]:
-    """Returns the features as new arrays, including copies of contained objects.
-
-    Raises:
-      ValueError: if the example is not a dict.
-    """
+    """Returns the features as new arrays, including copies of contained objects."""
     return {
         name: copy.deepcopy(x) if x.dtype.hasobject else np.array(x)
         for name, x in as_arrays(example).items()
@@ -90,9 +79,6 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
     Example:
       >>> listed_names("tokens")
       ['tokens']
-
-    Raises:
-      ValueError: if `sequences` is a mapping.
     """
     if isinstance(sequences, Mapping):
         raise ValueError(

@@ -38,10 +38,6 @@ class ExampleSpec:
     Attributes:
       arrays: the features as arrays.
       axes: mapping from each sequence feature to the sequences of its leading axes.
-
-    Raises:
-      ValueError: if the example is not a dict of arrays, if a listed feature is missing
-        or lacks an axis, or if the sequences are not those of `names`.
     """
 
     def __init__(
@@ -82,11 +78,7 @@ class ExampleSpec:
         }
 
     def match(self, example: Example) -> dict[str, np.ndarray]:
-        """Returns the features of another example as arrays.
-
-        Raises:
-          ValueError: if it has other names, dtypes or shapes than this one.
-        """
+        """Returns the features of another example as arrays."""
         arrays = as_arrays(example)
         if self._kinds(arrays) != self._expected:
             kinds = [
@@ -105,10 +97,6 @@ class ExampleSpec:
 
         Args:
           arrays: the features, which this example or `match` has returned.
-
-        Raises:
-          ValueError: if the features of a sequence differ in length, a feature has
-            length 0 in some of its sequences only, or all lengths are 0.
         """
         lengths = {name: _length(arrays, x) for name, x in self._groups.items()}
         parts = [[bool(lengths[x]) for x in names] for names in self.axes.values()]
@@ -208,9 +196,6 @@ def features_by_sequence(
         default, and for an empty list, itself.
       names: the names of the sequences.
       known: the names of the features of an example.
-
-    Raises:
-      ValueError: if the sequences are not those of `names`, or repeat a feature.
     """
     if sequences is None:
         sequences = {name: [name] for name in names}
@@ -245,9 +230,6 @@ def axis_labels(sequences: Sequences, names: Collection[str] = ()) -> Any:
     Returns:
       None, a list of names, or a mapping with an entry `[name, axis]` for each axis but
       the first. JSON does not keep the order of a mapping, which determines the axes.
-
-    Raises:
-      ValueError: as `features_by_sequence`.
     """
     if not names and isinstance(sequences, Mapping):
         names = sequences

@@ -21,6 +21,11 @@ UNITS: tuple[str, ...] = get_args(Unit)
 Measure: TypeAlias = Unit | Callable[[Any], Any] | None
 
 _NUMPY = (".npy", ".npz")
+_NUMBERS = {
+    "double",
+    "float",
+    *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)),
+}
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 # How files of these formats begin.
@@ -68,7 +73,8 @@ def read_lengths(
         and rounded up. Required if numbers are not integers, such as seconds.
 
     Returns:
-      `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default.
+      `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default. With
+      several columns, an example may have length 0 in some of them.
 
     Raises:
       ValueError: if the suffix is another one, if there is no such column, if there are
@@ -111,7 +117,8 @@ def read_lengths(
             )
         with Noting(f"This is column {name!r} of `{path}`."):
             lengths = lengths if scale is None else _scaled(lengths, scale)
-            found.append(check_lengths(lengths).astype(np.int32))
+            least = int(len(read) == 1)
+            found.append(check_lengths(lengths, least=least).astype(np.int32))
     return found
 
 
@@ -124,13 +131,13 @@ def suffix_of(beginning: bytes) -> str:
 
 
 def _scaled(values: np.ndarray, scale: float) -> np.ndarray:
-    """Returns numbers times `scale`, rounded up; 0 for NaN, which is no length."""
+    """Returns numbers times `scale`, rounded up; -1 for NaN, which is no length."""
     if values.dtype.kind not in "iuf":
         return values
     # Rounding errors do not count: 1.1 * 100 is a little more than 110.
     error = 2 * np.finfo(np.result_type(values.dtype, np.float32)).eps
     scaled = np.ceil(values.astype(np.float64) * scale * (1 - error))
-    return np.nan_to_num(scaled).clip(-1, MAX_LENGTH + 1).astype(np.int64)
+    return np.nan_to_num(scaled, nan=-1).clip(-1, MAX_LENGTH + 1).astype(np.int64)
 
 
 def _read_numpy(path: pathlib.Path, columns: Sequence[str]) -> dict[str, np.ndarray]:
@@ -163,7 +170,10 @@ def _read_table(
     row = 0
     for batch in _batches(dataset, names, is_plain):
         for name in names:
-            parts[name].append(_lengths_of(batch.column(name), name, row, measure))
+            # Of several columns, the unit is that of those with text.
+            is_unit = isinstance(measure, str) and len(names) > 1
+            use = None if is_unit and kinds.get(name) in _NUMBERS else measure
+            parts[name].append(_lengths_of(batch.column(name), name, row, use))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
@@ -333,6 +343,7 @@ def _chosen(names: Sequence[str], columns: Sequence[str]) -> Sequence[str]:
     if not is_clear or len({*chosen} & {*names}) < len(chosen):
         raise ValueError(
             f"`--column` names {list(columns)}, and the file has {list(names)}. Choose "
-            "one or several of these, each of them once."
+            "one or several of these, each of them once, such as "
+            f"{' '.join(f'--column {name}' for name in names[:2])}."
         )
     return chosen

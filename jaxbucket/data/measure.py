@@ -236,11 +236,7 @@ def _check_cache_key(
 
 
 def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, Any]:
-    """Returns the function that measures each sequence.
-
-    Raises:
-      ValueError: if `length_fn` and `sequences` do not fit together.
-    """
+    """Returns the function that measures each sequence."""
     given = {} if length_fn is None else _by_name("length_fn", length_fn)
     functions: dict[Any, Any] = {}
     if isinstance(sequences, Mapping):
@@ -261,11 +257,7 @@ def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, 
 
 
 def _by_name(argument: str, functions: Any) -> dict[str | None, Any]:
-    """Returns the functions that a user passed, sorted by name.
-
-    Raises:
-      ValueError: if there are none, or one is not callable.
-    """
+    """Returns the functions that a user passed, sorted by name."""
     named = functions if isinstance(functions, Mapping) else {None: functions}
     if not named or not all(map(callable, named.values())):
         raise ValueError(

@@ -51,12 +51,7 @@ class Measurement:
     argument: str
 
     def __call__(self, span: Span) -> np.ndarray:
-        """Returns the numbers of the examples of a share, `[n, number of functions]`.
-
-        Raises:
-          ValueError: if a function returns no valid number.
-          Exception: any error of the source or a function, with the example in a note.
-        """
+        """Returns the numbers of the examples of a share, `[n, functions]`."""
         values = np.empty((span[1] - span[0], len(self.functions)), self.dtype)
         for row, index in zip(values, range(*span), strict=True):
             with Noting(f"This is `source[{index}]`."):
@@ -100,9 +95,6 @@ class Pass:
       cache_key: the user's name of the functions, or None.
       processes: all participating processes.
       progress: whether to show a progress bar on a terminal.
-
-    Raises:
-      ValueError: if the source is empty, or other processes measure something else.
     """
 
     measure: Measurement

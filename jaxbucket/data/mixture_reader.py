@@ -13,7 +13,7 @@ from jaxbucket.base.row_shard import RowShard
 from jaxbucket.data.example import Example
 from jaxbucket.data.reader import BatchReader, FeatureTemplate
 from jaxbucket.data.source import Source
-from jaxbucket.schedule.mixture import ComponentBatch, Mixture
+from jaxbucket.schedule.mixture import Mixture
 
 _NOTE = "This is the component {!r} of the mixture."
 
@@ -68,14 +68,12 @@ class MixtureReader:
 
     def read(self, step: int) -> Batch | tuple[Batch, ...]:
         """Returns the numpy batch of a step, or a tuple of its micro-batches."""
-        micro = self.schedule.component_batches(step)
-        batches = tuple(self._read_batch(x, step) for x in micro)
-        return batches[0] if self.schedule.accumulate == 1 else batches
-
-    def _read_batch(self, batch: ComponentBatch, step: int) -> Batch:
-        name = self.schedule.names[batch.component]
-        with Noting(_NOTE.format(name)):
-            return self.readers[name].read_batch(batch.indices, batch.draws, step)
+        batches = []
+        for component, indices, draws in self.schedule.component_parts(step):
+            name = self.schedule.names[component]
+            with Noting(_NOTE.format(name)):
+                batches.append(self.readers[name].read_batch(indices, draws, step))
+        return batches[0] if self.schedule.accumulate == 1 else tuple(batches)
 
 
 def make_mixture_reader(
@@ -92,10 +90,6 @@ def make_mixture_reader(
       shard: the rows to read of each batch.
       options: the options of a `BatchReader`, each for all components, or a mapping
         with exactly the names of the components.
-
-    Raises:
-      ValueError: if the names differ, or an option does not fit its component, which a
-        note names.
     """
     if set(sources) != set(schedule.names):
         raise ValueError(

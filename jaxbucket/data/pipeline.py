@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_integer, check_positive
+from jaxbucket.base.checks import check_integer, check_positive, check_type
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
@@ -94,11 +94,7 @@ def batch_dataset(
         an element raises if the length of an example has changed, or if `transform`
         raises, does not return a dict, or changes the length.
     """
-    if not isinstance(schedule, Schedule):
-        raise ValueError(
-            f"`schedule` is a {type(schedule).__name__}, not a schedule. Pass "
-            "`BatchSchedule(plan, lengths)`."
-        )
+    check_type("schedule", schedule, Schedule, "Pass `BatchSchedule(plan, lengths)`.")
     shard, start_step = checked_shard(shard), check_integer("start_step", start_step)
     end = _end_step(schedule, start_step, num_steps, num_epochs)
     options: Any = {
@@ -126,11 +122,7 @@ def _end_step(
     num_steps: float | None,
     num_epochs: int | None,
 ) -> int:
-    """Returns the first step after a run; arguments as for `batch_dataset`.
-
-    Raises:
-      ValueError: if both ends are given, or `start_step` is not between 0 and the end.
-    """
+    """Returns the first step after a run; arguments as for `batch_dataset`."""
     if num_steps is not None and num_epochs is not None:
         raise ValueError(
             f"`num_steps={num_steps}` and `num_epochs={num_epochs}` both set the "

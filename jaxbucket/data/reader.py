@@ -69,11 +69,6 @@ class BatchReader:
         declares.
       pad_value: value that fills padded positions.
       transform: function applied to each example, or None.
-
-    Raises:
-      ValueError: if the source is not random-access, if the numbers of examples and
-        lengths differ, if the source declares different lengths or sequences, or if
-        the shard does not divide a bucket.
     """
 
     source: Source
@@ -161,12 +156,8 @@ class BatchReader:
 
     def read(self, step: int) -> Batch | tuple[Batch, ...]:
         """Returns the numpy batch of a step, or a tuple of its micro-batches."""
-        micro = zip(
-            self.schedule.micro_batches(step), self.schedule.draws(step), strict=True
-        )
-        batches = tuple(
-            self.read_batch(indices, draws, step) for indices, draws in micro
-        )
+        parts = self.schedule.drawn_batches(step)
+        batches = tuple(self.read_batch(*part, step) for part in parts)
         return batches[0] if self.schedule.accumulate == 1 else batches
 
     def read_batch(self, indices: BatchIndices, draws: BatchDraws, step: int) -> Batch:
@@ -181,8 +172,8 @@ class BatchReader:
         rows = indices.rows[local]
         bucket = Bucket(len(rows), indices.bucket.seq_len)
         policies = {
-            "truncate": self.schedule.truncates,
-            "truncate_left": self.schedule.truncates_left,
+            "truncate": self.schedule.plans[0].truncates,
+            "truncate_left": self.schedule.plans[0].truncates_left,
         }
         if self._gathers:
             source = cast(Any, self.source)
@@ -193,7 +184,7 @@ class BatchReader:
             self._row(row, place, draws, step)
             for row, place in zip(rows, places, strict=True)
         ]
-        try:
+        with Noting(f"The rows of step {step} are the examples {rows.tolist()}."):
             return collate_rows(
                 examples,
                 bucket,
@@ -203,9 +194,6 @@ class BatchReader:
                 max_segments=self.schedule.max_segments,
                 **policies,
             )
-        except ValueError as error:
-            error.add_note(f"The rows of step {step} are the examples {rows.tolist()}.")
-            raise
 
     def _row(self, row: Any, place: Any, draws: BatchDraws, step: int) -> Any:
         """Returns the example of a row, the list of a packed row, or None if empty."""
@@ -235,7 +223,9 @@ class BatchReader:
     def _check_lengths(self, index: int, example: Example) -> None:
         """Raises a ValueError unless an example has the lengths that were measured."""
         parts = self.schedule.parts
-        lengths = example_lengths(example, self.sequences, self.schedule.sequences)
+        lengths = example_lengths(
+            example, self.sequences, self.schedule.plans[0].sequences
+        )
         for name, length in lengths.items():
             which, measured = "", self.schedule.lengths
             if parts is not None:
@@ -246,14 +236,10 @@ class BatchReader:
 
     @functools.cached_property
     def like(self) -> Example:
-        """`source[0]` after `transform`, the template for the features of all batches.
-
-        Raises:
-          ValueError: if the example cannot be part of a batch.
-        """
+        """`source[0]` after `transform`, the template for the features of batches."""
         bucket = Bucket(1, self.schedule.buckets[-1].seq_len)
         options = {"sequences": self.sequences, "pad_value": self.pad_value}
         with Noting("This is `source[0]`, the template for all batches."):
-            example = self._transformed(0, 0, self.schedule.draws(0)[0])
+            example = self._transformed(0, 0, next(self.schedule.drawn_batches(0))[1])
             collate_rows([], bucket, like=example, **options)
         return example

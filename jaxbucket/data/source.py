@@ -37,11 +37,7 @@ def fingerprints(sources: Sequence[Source]) -> str:
 
 
 def check_index(source: Source, index: int) -> int:
-    """Returns the index of an example as an int.
-
-    Raises:
-      IndexError: if it is negative or too large.
-    """
+    """Returns the index of an example as an int."""
     index = operator.index(index)
     if not 0 <= index < len(source):
         raise IndexError(f"`index={index}` must be from 0 to {len(source) - 1}.")

@@ -320,11 +320,7 @@ def _spans(
 def check_sequences(
     source: Source, sequences: Sequence[str] | None
 ) -> Sequence[str] | None:
-    """Returns the sequence features of a source; None for all with a leading axis.
-
-    Raises:
-      ValueError: if the source declares its sequences, and `sequences` differs.
-    """
+    """Returns the sequence features of a source; None for all with a leading axis."""
     names = None if sequences is None else listed_names(sequences)
     declared = source.sequences if isinstance(source, Spans | TokenSource) else None
     if declared is not None and names not in (None, list(declared)):

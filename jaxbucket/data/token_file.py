@@ -144,11 +144,7 @@ def _fingerprint(index: Mapping[str, Any]) -> str:
 
 
 def _read_index(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads the index of a folder.
-
-    Raises:
-      ValueError: if it is missing or damaged, or has a different version.
-    """
+    """Reads the index of a folder."""
     try:
         index = json.loads((folder / _INDEX).read_bytes())
         if {name: index.get(name) for name in _FORMAT} != _FORMAT:
@@ -171,10 +167,6 @@ def _map_array(path: pathlib.Path, digests: Mapping[str, str]) -> np.ndarray:
     Args:
       path: path of the `.npy` file.
       digests: its digests in the index.
-
-    Raises:
-      ValueError: if the file is missing, truncated or changed, or belongs to a
-        different feature. Only a few pages are checked.
     """
     if not path.exists() or _pages_digest(path) != digests["pages"]:
         raise ValueError(

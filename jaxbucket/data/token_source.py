@@ -294,11 +294,7 @@ class TokenView(TokenSource):
 
 
 def concatenated(sources: Sequence[TokenSource]) -> TokenView:
-    """Returns the examples of all sources, one source after another.
-
-    Raises:
-      ValueError: if the sources differ in features, dtypes or trailing shapes.
-    """
+    """Returns the examples of all sources, one source after another."""
     spec = ExampleSpec(sources[0][0], sources[0].sequences)
     for number, source in enumerate(sources):
         with Noting(f"This is `sources[{number}]`."):
@@ -357,11 +353,7 @@ def _expand_mask(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def _checked_rows(rows: Any, num_examples: int, bucket: Bucket) -> np.ndarray:
-    """Returns the rows of a batch as int64, which cannot overflow in sums.
-
-    Raises:
-      ValueError: if `rows` has another shape, or an index that is not an example.
-    """
+    """Returns the rows of a batch as int64, which cannot overflow in sums."""
     rows = np.asarray(rows)
     is_valid = rows.dtype.kind in "iu" and rows.ndim in (1, 2)
     if is_valid and len(rows) == bucket.batch_size:

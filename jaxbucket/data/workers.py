@@ -14,7 +14,7 @@ import grain
 import numpy as np
 from absl import flags
 
-from jaxbucket.base.checks import check_integer
+from jaxbucket.base.checks import check_integer, check_type
 
 _T = TypeVar("_T")
 _WORKER_DIED = "terminated unexpectedly"
@@ -54,11 +54,8 @@ def load_in_workers(
       ValueError: if `num_workers` is negative, or `dataset` is no `grain.MapDataset`.
       RuntimeError: if a worker process dies.
     """
-    if not isinstance(dataset, grain.MapDataset):
-        raise ValueError(
-            f"`dataset` is a {type(dataset).__name__}, not a `grain.MapDataset`. Pass "
-            "the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
-        )
+    remedy = "Pass the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
+    check_type("dataset", dataset, grain.MapDataset, remedy)
     check_integer("num_workers", num_workers, least=0)
     return _load(dataset, num_workers, num_threads, buffer_size)
 
@@ -102,12 +99,7 @@ def _load(
 
 
 def _read(dataset: grain.MapDataset[Any], index: int) -> Any:
-    """Returns an element, in a worker.
-
-    Raises:
-      RuntimeError: in place of an error that cannot be pickled, for which the main
-        process would wait forever, such as one of a class of the main script.
-    """
+    """Returns an element, in a worker."""
     try:
         return dataset[index]
     except Exception as error:

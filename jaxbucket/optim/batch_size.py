@@ -73,9 +73,6 @@ class BatchScaling:
 
         Args:
           extra: the extra arguments of `update`.
-
-        Raises:
-          ValueError: if `size_in` raises it, or the rule does not return one number.
         """
         size = jnp.asarray(size_in(extra, self.size), wide_float())
         factor = self.rule(size / self.base)
@@ -85,12 +82,7 @@ class BatchScaling:
 
 
 def size_in(extra: Mapping[str, Any], name: str) -> jax.Array | np.ndarray:
-    """Returns an extra argument of `update` as an array, a numpy array if static.
-
-    Raises:
-      ValueError: if it is missing, is not one number, or is known not to be a valid
-        size.
-    """
+    """Returns an extra argument of `update` as an array, a numpy array if static."""
     size = extra.get(name)
     # Values on a device are not checked, because reading them would block the step.
     if isinstance(size, jax.Array) and not size.shape and size.dtype != jnp.bool_:

@@ -243,9 +243,6 @@ def warmup_inverse_sqrt_schedule(
 
     Returns:
       A function from a count to the value.
-
-    Raises:
-      ValueError: if an argument is not positive.
     """
     peak_value = check_float("peak_value", peak_value)
     warmup_steps = check_float("warmup_steps", warmup_steps)

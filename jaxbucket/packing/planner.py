@@ -55,7 +55,7 @@ def plan_packing(
 
     Batches of rows that mix lengths are preferred if they cost at most 1% more, because
     the gradient of a batch with examples of one length is biased towards what that
-    length holds (see docs/learning.md).
+    length holds (see docs/decide/pack_or_bucket.md).
 
     Example:
       >>> import numpy as np
@@ -163,7 +163,7 @@ def _packed(
 
     rows = dataclasses.replace(limits, overlong="error")
     search = search_within(rows)
-    several, single = search.search(num_buckets), search.single()
+    several, single = search.search(num_buckets), search.of_all([search.last])
     if (longer := _longer(rows, search.last, several)) is not None:
         choice = search_within(longer).search(num_buckets)
         several = _longer_if_better(several, choice)

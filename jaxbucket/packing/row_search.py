@@ -130,10 +130,6 @@ class RowSearch:
             best = min(tightened, best, key=_by_rank)
         return self.of_all(best.shapes)
 
-    def single(self) -> RowChoice:
-        """Returns the rows of the longest T."""
-        return self.of_all((self.last,))
-
     def of_all(self, shapes: Iterable[Sequence[int]]) -> RowChoice:
         """Returns the rows of all examples for a choice of shapes.
 

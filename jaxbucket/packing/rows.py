@@ -296,11 +296,7 @@ def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
 
 
 def check_cap(max_segments_per_row: int | None) -> int:
-    """Returns the maximum number of examples in a row.
-
-    Raises:
-      ValueError: if `max_segments_per_row` is not positive.
-    """
+    """Returns the maximum number of examples in a row."""
     if max_segments_per_row is None:
         return MAX_LENGTH
     return check_positive("max_segments_per_row", max_segments_per_row)

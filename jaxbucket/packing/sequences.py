@@ -22,10 +22,6 @@ def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
 
     Args:
       max_seq_len: T, or sequence name -> T; or several of these, in any order.
-
-    Raises:
-      ValueError: if there is no T, one is not positive, or none of them is the longest
-        in every sequence.
     """
     is_one = isinstance(max_seq_len, Mapping) or np.ndim(max_seq_len) == 0
     given = [max_seq_len] if is_one else list(max_seq_len)

@@ -42,9 +42,6 @@ def fit_sequences(
       shapes: `[K, Q]` integers, the tokens of each sequence that a row can hold, by
         increasing sum.
       cap: the maximum number of slots in a row.
-
-    Raises:
-      ValueError: if a shape has more than 2**20 tokens of a sequence.
     """
     if shapes.max() > MAX_CAPACITY:
         raise ValueError(

@@ -25,7 +25,7 @@ _SURPLUS = 64
 # The number of states that are held at a time, which limits the memory.
 _MAX_STATES = 4 * _CHUNK
 # The ends are divided into about this many blocks, most of which are pruned as a whole.
-_NUM_BLOCKS = 1024
+_NUM_BLOCKS = 256
 
 
 @dataclasses.dataclass

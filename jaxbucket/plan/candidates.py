@@ -52,11 +52,6 @@ class Candidates:
         Args:
           lengths: `[N]` integers, one per example.
           limits: the limits of all shapes, and the cost of a step.
-
-        Raises:
-          ValueError: if a length exceeds `max_seq_len` and `overlong` is "error"; if no
-            row of the last bucket fits in `max_tokens`; or if `max_tokens` is a
-            sequence, whose budgets belong to given boundaries.
         """
         if isinstance(limits.max_tokens, tuple):
             raise ValueError(
@@ -197,9 +192,6 @@ def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
       plan: the buckets.
       lengths: `[N]` integers, one per example; or a mapping from sequence name to
         `[N]`.
-
-    Raises:
-      ValueError: if `plan.check` raises it.
     """
     full = 0
     if plan.overlong == "split":

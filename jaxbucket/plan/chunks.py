@@ -44,11 +44,7 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
 
 
 def chunk_counts(lengths: np.ndarray, max_seq_len: int) -> np.ndarray:
-    """Returns the number of chunks of each example, `[N]` integers.
-
-    Raises:
-      ValueError: if `max_seq_len` is not a positive integer.
-    """
+    """Returns the number of chunks of each example, `[N]` integers."""
     longest = _checked(max_seq_len)
     return -(-lengths // longest)
 
@@ -83,9 +79,6 @@ def kept_lengths(lengths: Any, seq_len: Any, overlong: Any) -> np.ndarray:
         `[N, Q]` integers, if `seq_len` is a mapping.
       seq_len: the longest T, or sequence name -> T.
       overlong: what happens to longer examples, as for `BucketPlan`.
-
-    Raises:
-      ValueError: if `BucketPlan` raises it, or no example is left.
     """
     if overlong == "split" and isinstance(seq_len, int):
         return chunk_lengths(lengths, seq_len)[:, None]

@@ -12,6 +12,7 @@ from typing import Any
 from jaxbucket.base.checks import check_integer, check_positive
 from jaxbucket.base.sizes import Sizes
 from jaxbucket.base.table import Record, bytes_text
+from jaxbucket.plan.formatting import number_table
 
 _CAPTION = (
     "B: the largest batch size of this T that fits. memory: what its program needs on "
@@ -132,26 +133,18 @@ class FittedBatchSizes(Record):
 
     def __rich__(self) -> Any:
         """Returns the batch sizes as a `rich` table."""
-        from rich import box
-        from rich.table import Table
-
         limit = (
             "XLA's own" if self.limit_bytes is None else bytes_text(self.limit_bytes)
         )
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            caption=f"\nLimit: {limit}.\n{_CAPTION}",
-            caption_justify="left",
-            show_edge=False,
-        )
-        for name in ("T", "B", "memory", "next", "programs"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for size in self.sizes:
-            table.add_row(
+        rows = (
+            (
                 f"{size.seq_len:,}",
                 f"{size.batch_size:,}",
                 bytes_text(size.num_bytes) if size.batch_size else "",
                 f"{size.next_batch_size:,}: {bytes_text(size.next_bytes)}",
                 f"{size.num_compiled} + {size.num_refused}",
             )
-        return table
+            for size in self.sizes
+        )
+        names = ("T", "B", "memory", "next", "programs")
+        return number_table(names, rows, f"Limit: {limit}.\n{_CAPTION}")

@@ -40,13 +40,7 @@ _ROUNDS = 4
 def plan_sequences(
     lengths: Mapping[str, ArrayLike], limits: Limits, num_buckets: int
 ) -> BucketPlan:
-    """Returns a plan of at most K shapes, each with a T for every sequence.
-
-    Raises:
-      ValueError: if the lengths are not those of the sequences of `limits`, are empty
-        or not positive integers, or are longer than `max_seq_len` under "error"; or if
-        the budget cannot hold an example.
-    """
+    """Returns a plan of at most K shapes, each with a T for every sequence."""
     matrix = lengths_matrix(lengths, limits.sequences)
     planned = limits.planned_lengths(matrix)
     # Fails early, with a remedy, if one of the longest examples fits no batch.
@@ -85,9 +79,6 @@ def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPla
       limits: the limits of all shapes, and the cost of a step.
       seq_lens: `[K, Q]` integers, the T of each sequence.
       lengths: sequence name -> `[N]` integers, one per example; or `[N, Q]`.
-
-    Raises:
-      ValueError: if a bucket cannot hold a single row, or no bucket holds an example.
     """
     matrix = lengths_matrix(lengths, limits.sequences)
     return with_batch_sizes(limits, seq_lens, lambda plan: example_counts(plan, matrix))
@@ -128,12 +119,7 @@ def _epoch_cost(plan: BucketPlan, counts: np.ndarray, accumulate: int) -> float:
 def plan_sequences_at(
     boundaries: Sequence[Any], lengths: Mapping[str, ArrayLike], limits: Limits
 ) -> BucketPlan:
-    """Returns the plan with given T, one mapping by sequence name for each bucket.
-
-    Raises:
-      ValueError: if there are no boundaries, one is not a mapping with a T for each
-        sequence, or no bucket holds an example.
-    """
+    """Returns the plan with given T, one mapping by sequence name for each bucket."""
     sizes: list[Any] = [checked_size("boundaries", x) for x in boundaries]
     names = {tuple(x) if isinstance(x, Sizes) else () for x in sizes}
     if names != {limits.sequences}:
@@ -172,9 +158,6 @@ def search_shapes(
 
     Returns:
       `[K, Q]` int64, the T of each shape, in the order of a plan.
-
-    Raises:
-      ValueError: if no K shapes that are allowed hold all examples.
     """
     last = limits.max_seq_lens(lengths)
     points = Points.of(lengths, limits.multiples, last, _MAX_SHAPES)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.joint_pricing import Prices, Pricing
-from jaxbucket.plan.joint_swaps import Assignment, Grid
+from jaxbucket.plan.joint_swaps import Assignment, Grid, Swaps
 
 # With more distinct examples, or examples times buckets, only some T are possible.
 # They are refined later.
@@ -201,7 +201,7 @@ class Search:
         """Returns K shapes for full batches, by adding the best one at a time."""
         while len(shapes) < self.num_buckets:
             assignment = self._assigned(shapes)
-            costs = assignment.swaps(self._grid).costs
+            costs = Swaps(assignment, self._grid).costs
             best = int(np.argmin(costs))
             if not costs[best] < assignment.cost * _SLACK:
                 break
@@ -213,7 +213,7 @@ class Search:
         assignment, failures, k = self._assigned(shapes), 0, int(self.must_hold_all)
         while failures < len(shapes) - self.must_hold_all:
             grid = grid_of(shapes, k)
-            costs = assignment.swaps(grid, without=k).costs
+            costs = Swaps(assignment, grid, without=k).costs
             best = int(np.argmin(costs))
             failures += 1
             if costs[best] < assignment.cost * _SLACK:
@@ -263,7 +263,7 @@ class Search:
         if without is not None:
             others = np.delete(assignment.shapes, k, axis=0)
             best_cost = self._cost(assignment, k)
-        swaps = assignment.swaps(grid, without)
+        swaps = Swaps(assignment, grid, without)
         promising = np.flatnonzero(swaps.costs < min(limit, best_cost))
         cheapest = np.argsort(swaps.costs[promising], kind="stable")
         work = _CONTENDERS_WORK // self.num_buckets**2

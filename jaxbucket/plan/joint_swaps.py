@@ -108,14 +108,9 @@ class Assignment:
         return self.ranks[:, 0]
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every point is in a shape."""
-        return bool((self.first < len(self)).all())
-
-    @property
     def cost(self) -> float:
         """The cost of all examples if every batch is full; infinite if one is left."""
-        if not self.is_complete:
+        if (self.first == len(self)).any():
             return np.inf
         return float(self.counts(self.first)[:-1] @ self.rates)
 
@@ -129,15 +124,6 @@ class Assignment:
             return self.first
         return np.where(self.first == without, self.second, self.first)
 
-    def swaps(self, grid: Grid, without: int | None = None) -> Swaps:
-        """Returns what each shape of a grid would take.
-
-        Args:
-          grid: the shapes that could be added.
-          without: the shape to replace, if any.
-        """
-        return Swaps(self, grid, self.cheapest(without))
-
 
 class Swaps:
     """What each of C shapes would take if it were added to K shapes.
@@ -145,14 +131,15 @@ class Swaps:
     Args:
       assignment: the K shapes.
       grid: the C shapes.
-      groups: `[P]` integers, the shape of each point before.
+      without: one of the K shapes, which they replace, if any.
 
     Attributes:
       costs: `[C]` float64, the cost of all examples if every batch is full; infinite if
         a shape is not allowed or an example is left.
     """
 
-    def __init__(self, assignment: Assignment, grid: Grid, groups: np.ndarray):
+    def __init__(self, assignment: Assignment, grid: Grid, without: int | None = None):
+        groups = assignment.cheapest(without)
         self._ranks, self._new_ranks = assignment.ranks, grid.ranks
         self._counts = counts = assignment.counts(groups)
         # `[K + 1, C]`: the examples that could move from each shape to each new one.

@@ -64,21 +64,6 @@ class Schedule(abc.ABC):
         return tuple(dict.fromkeys(x for plan in self.plans for x in plan.buckets))
 
     @property
-    def sequences(self) -> tuple[str, ...]:
-        """The sequences that have lengths of their own, which all plans share."""
-        return self.plans[0].sequences
-
-    @property
-    def truncates(self) -> bool | list[str]:
-        """Whether examples keep their first tokens; or which of their sequences do."""
-        return self.plans[0].truncates
-
-    @property
-    def truncates_left(self) -> bool | list[str]:
-        """Whether examples keep their last tokens; or which of their sequences do."""
-        return self.plans[0].truncates_left
-
-    @property
     def columns(self) -> np.ndarray:
         """The lengths, `[N]`, or `[N, Q]` with a column for each of Q sequences."""
         if self.parts is None:
@@ -133,7 +118,6 @@ class Schedule(abc.ABC):
         micro = self.micro_batches(step)
         return micro[0] if self.accumulate == 1 else micro
 
-    @abc.abstractmethod
     def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
         """Returns the micro-batches of a step, as a tuple even if there is only one.
 
@@ -143,10 +127,11 @@ class Schedule(abc.ABC):
         Raises:
           IndexError: if `step` is negative.
         """
+        return tuple(indices for indices, _ in self.drawn_batches(step))
 
     @abc.abstractmethod
-    def draws(self, step: int) -> tuple[BatchDraws, ...]:
-        """Returns the random numbers for the examples of each micro-batch of a step.
+    def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
+        """Yields each micro-batch of a step, and the random numbers for its examples.
 
         Args:
           step: the step, counted over all epochs.

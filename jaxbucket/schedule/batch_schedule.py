@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -238,21 +239,14 @@ class BatchSchedule(Schedule):
             f"order={self.order!r})"
         )
 
-    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
+    def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
         first = position * self._batches_per_step
         positions = range(first, first + self._batches_per_step)
-        return tuple(part for x in positions for part in self._batches(epoch, x))
-
-    def draws(self, step: int) -> tuple[BatchDraws, ...]:
-        epoch, position = divmod(check_step(step), self.steps_per_epoch)
-        first = position * self.accumulate
-        numbers = range(first, first + self.accumulate)
+        batches = (part for x in positions for part in self._batches(epoch, x))
         repeats = self._order.replacement or self._repeats
-        return tuple(
-            BatchDraws(self.seed, epoch, number if repeats else None)
-            for number in numbers
-        )
+        for number, indices in enumerate(batches, position * self.accumulate):
+            yield indices, BatchDraws(self.seed, epoch, number if repeats else None)
 
     def _batches(self, epoch: int, position: int) -> list[BatchIndices]:
         """Returns the micro-batches of the batch at a position of the order."""
@@ -393,9 +387,6 @@ def _selected(
       plan: the plan, which has to hold the examples of the subset only.
       lengths: `[N]` integers, or sequence name -> `[N]` integers.
       subset: `[N]` bool, or the indices of the examples; None for all of them.
-
-    Raises:
-      ValueError: if the plan refuses a length of the subset, or `subset` is invalid.
     """
     if subset is None:
         return plan.check(lengths), None

@@ -22,11 +22,6 @@ class CombinedSchedule(Schedule):
     Args:
       components: the components by name, index or first step.
       names: the names of components with sources of their own; usually empty.
-
-    Raises:
-      ValueError: if there is no component; if one is not a schedule, or has names; or
-        if, without names, the components differ in their sequences, in whether rows
-        are packed or in which end of examples they truncate.
     """
 
     def __init__(self, components: Mapping[Any, Schedule], names: tuple[str, ...] = ()):
@@ -41,7 +36,11 @@ class CombinedSchedule(Schedule):
                 "`weights={0: ..., 1000: ...}`."
             )
         kinds = {
-            (x.sequences, x.max_segments is None, f"{x.truncates} {x.truncates_left}")
+            (
+                x.plans[0].sequences,
+                x.max_segments is None,
+                f"{x.plans[0].truncates} {x.plans[0].truncates_left}",
+            )
             for x in self._components
         }
         if len(kinds) > 1 and not names:
@@ -64,21 +63,15 @@ class CombinedSchedule(Schedule):
     def _parts_of(self, step: int) -> Iterator[tuple[int, int]]:
         """Yields the component and its own step for each part of a step."""
 
-    def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        return tuple(
-            BatchIndices(x.bucket, self._rows(x.rows, self._first_rows[index]))
-            for index, number in self._parts_of(check_step(step))
-            for x in self._components[index].micro_batches(number)
-        )
-
-    def draws(self, step: int) -> tuple[BatchDraws, ...]:
+    def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
         # Components with equal seeds draw different numbers, because their rows or
         # their first steps differ.
-        return tuple(
-            x._replace(first_step=self._first_steps[index] + x.first_step)
-            for index, number in self._parts_of(check_step(step))
-            for x in self._components[index].draws(number)
-        )
+        for index, number in self._parts_of(check_step(step)):
+            start = self._first_steps[index]
+            for x, draws in self._components[index].drawn_batches(number):
+                rows = self._rows(x.rows, self._first_rows[index])
+                draws = draws._replace(first_step=start + draws.first_step)
+                yield BatchIndices(x.bucket, rows), draws
 
     def _rows(self, rows: np.ndarray, first: int) -> np.ndarray:
         """Returns rows numbered over all components, padded to `max_segments`."""
@@ -94,12 +87,7 @@ class CombinedSchedule(Schedule):
 
 
 def change_steps(name: str, changes: Any) -> list[int]:
-    """Returns the steps from which each of several values holds.
-
-    Raises:
-      ValueError: if `changes` is no mapping from steps, or they do not start with 0 or
-        are not ascending integers.
-    """
+    """Returns the steps from which each of several values holds."""
     steps = list(changes) if isinstance(changes, Mapping) else []
     if [check_integer(name, step) for step in steps] != sorted({0, *steps}):
         raise ValueError(

@@ -56,9 +56,6 @@ class EpochRows:
       num_batches: the number of batches in one epoch.
       batches_per_step: the number of batches in a step.
       steps_per_epoch: the number of steps in one epoch.
-
-    Raises:
-      ValueError: if no example is left, or `remainder` is unknown.
     """
 
     def __init__(

@@ -47,10 +47,6 @@ class Metric:
       name: as above.
       values: `[N]` numbers, the difficulties.
       pacing: as above.
-
-    Raises:
-      ValueError: if the difficulties are empty, not `[N]` or not finite, `pacing` is
-        not callable, or it is by value and opens no example.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from jaxbucket.base.checks import (
     check_accumulate,
     check_float,
     check_positive,
+    check_type,
 )
 from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import number_table
@@ -30,21 +31,6 @@ StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 _LEAST_SHARE = 1e-12
 # The weights of all steps, or step -> the weights from this step on.
 Weights: TypeAlias = StepWeights | Mapping[int, StepWeights]
-
-
-class ComponentBatch(NamedTuple):
-    """A batch of one component of a mixture.
-
-    Attributes:
-      component: the index of the component.
-      indices: the bucket, and the rows as the component itself numbers its
-        examples.
-      draws: the random numbers for the examples.
-    """
-
-    component: int
-    indices: BatchIndices
-    draws: BatchDraws
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,26 +263,20 @@ class Mixture(CombinedSchedule):
         """
         return self._keys[next(self._parts_of(check_step(step)))[0]]
 
-    def component_batches(self, step: int) -> list[ComponentBatch]:
-        """Returns the micro-batches of a step, with the rows of the components.
+    def component_parts(
+        self, step: int
+    ) -> Iterator[tuple[int, BatchIndices, BatchDraws]]:
+        """Yields the parts of a step, with the index of the component of each.
+
+        The rows are those of the component, which numbers its examples from 0.
 
         Args:
           step: the step, counted over all epochs.
-
-        Raises:
-          IndexError: if `step` is negative.
         """
-        return [
-            ComponentBatch(
-                index, indices, draws._replace(first_example=self._first_rows[index])
-            )
-            for index, number in self._parts_of(check_step(step))
-            for indices, draws in zip(
-                self.schedules[index].micro_batches(number),
-                self.schedules[index].draws(number),
-                strict=True,
-            )
-        ]
+        for index, number in self._parts_of(check_step(step)):
+            for indices, draws in self.schedules[index].drawn_batches(number):
+                first = self._first_rows[index]
+                yield index, indices, draws._replace(first_example=first)
 
     def report(self, num_steps: int | None = None) -> MixtureReport:
         """Returns the steps, epochs, examples and tokens of each component.
@@ -329,12 +309,8 @@ class Mixture(CombinedSchedule):
 
     def _report(self, index: int, steps: int) -> ComponentReport:
         """Returns the numbers of a component over its first `steps` steps."""
-        schedule = self.schedules[index]
-        if not isinstance(schedule, BatchSchedule):
-            raise ValueError(
-                f"`schedules[{self._keys[index]!r}]` is a {type(schedule).__name__}, "
-                "whose epochs differ. A report requires a `BatchSchedule`."
-            )
+        name, remedy = f"schedules[{self._keys[index]!r}]", "Its epochs differ."
+        schedule = check_type(name, self.schedules[index], BatchSchedule, remedy)
         epoch, epochs = schedule.report(), steps / len(schedule)
         return ComponentReport(
             str(self._keys[index]),

@@ -142,8 +142,7 @@ class ShuffledEpochs:
         self._first = first
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        (number,) = self._numbers(epoch, np.array([position]))
-        bucket, row = self._rows.batch_rows(int(number))
+        bucket, row = self._rows.batch_rows(self._number(epoch, position))
         return bucket, self._examples(epoch, bucket, row)
 
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
@@ -151,29 +150,26 @@ class ShuffledEpochs:
         slots = shuffled_slots(self._seed, epoch)
         return self._rows.examples(bucket, row, slots)
 
-    def _numbers(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Returns the numbers of the batches at `[n]` positions of an epoch."""
+    def _number(self, epoch: int, position: int) -> int:
+        """Returns the number of the batch at a position of an epoch."""
         # K, so that this key differs from those of the buckets.
         key = fold(self._seed, epoch, len(self._rows.plan))
         first, counts = self._first, self._rows.flow.batches
         if epoch or first is None:
-            return self._numbers_at(positions, counts, key, 0)
-        numbers = np.full(len(positions), first, np.int64)
+            return self._number_at(position, counts, key, 0)
+        if position == 0:
+            return first
         counts = counts - (np.arange(len(counts)) == self._rows.bucket_of(first))
-        later = positions > 0
         head = self._rows.batches_per_step - 1
-        drawn = self._numbers_at(positions[later] - 1, counts, key, head)
-        numbers[later] = drawn + (drawn >= first)
-        return numbers
+        drawn = self._number_at(position - 1, counts, key, head)
+        return drawn + (drawn >= first)
 
-    def _numbers_at(
-        self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
-    ) -> np.ndarray:
-        """Returns the batches at `[n]` positions, if bucket k has `counts[k]`.
+    def _number_at(self, position: int, counts: np.ndarray, key: int, head: int) -> int:
+        """Returns the batch at a position, if bucket k has `counts[k]`.
 
         With `largest_first`, the first `head` of them share the step of that batch.
         """
-        return permute(positions, int(counts.sum()), key)
+        return int(permute(np.array([position]), int(counts.sum()), key)[0])
 
 
 class SpreadEpochs(ShuffledEpochs):
@@ -193,19 +189,18 @@ class SpreadEpochs(ShuffledEpochs):
     "shuffled" instead.
     """
 
-    def _numbers_at(
-        self, positions: np.ndarray, counts: np.ndarray, key: int, head: int
-    ) -> np.ndarray:
+    def _number_at(self, position: int, counts: np.ndarray, key: int, head: int) -> int:
         size = self._rows.batches_per_step
         updates = spread_updates(tuple(counts.tolist()), size, head)
         # The seed decides where the sequence starts, and not the epoch, because it
         # would otherwise not continue evenly from one epoch to the next.
         start = fold(self._seed, len(counts)) % max(1, updates.num_updates)
-        buckets, numbers = updates.at(positions, start)
+        bucket, number = updates.at(position, start)
         # The last batch of a bucket, which may not be full, is not always its last one.
-        keys = mix_each(buckets, key)
-        numbers = permute_each(numbers, counts[buckets], keys)
-        return (np.cumsum(counts) - counts)[buckets] + numbers
+        one = slice(bucket, bucket + 1)
+        keys = mix_each(np.array([bucket]), key)
+        (number,) = permute_each(np.array([number]), counts[one], keys).tolist()
+        return int(counts[:bucket].sum()) + number
 
 
 class _FixedEpochs:
@@ -271,11 +266,7 @@ NAMED: dict[str, Order] = {
 
 
 def check_order(order: Any, num_examples: int) -> Order:
-    """Returns an order, which may be given by its name.
-
-    Raises:
-      ValueError: if the name is unknown, or the order does not fit the examples.
-    """
+    """Returns an order, which may be given by its name."""
     if isinstance(order, str):
         check_choice("order", order, list(NAMED))
         order = NAMED[order]

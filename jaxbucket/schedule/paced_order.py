@@ -41,12 +41,9 @@ class PacedOrder:
         self._epochs: dict[int, _DealtEpoch] = {}
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        dealt = self._dealt(epoch)
+        dealt = recent(self._epochs, epoch, lambda: self._deal(epoch))
         examples = dealt.examples[dealt.ends[position] : dealt.ends[position + 1]]
         return int(dealt.buckets[position]), examples.astype(np.int64)
-
-    def _dealt(self, epoch: int) -> _DealtEpoch:
-        return recent(self._epochs, epoch, lambda: self._deal(epoch))
 
     def _deal(self, epoch: int) -> _DealtEpoch:
         sizes = self._rows.sizes.tolist()

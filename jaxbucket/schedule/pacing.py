@@ -230,9 +230,5 @@ def pacing_unit(pacing: Pacing) -> Unit:
 
 
 def open_share(pacing: Pacing, progress: float) -> float:
-    """Returns the share that is open after an amount of progress.
-
-    Raises:
-      ValueError: if the function does not return a number from 0 to 1.
-    """
+    """Returns the share that is open after an amount of progress."""
     return check_float(f"pacing({progress})", pacing(progress), least=0, most=1)

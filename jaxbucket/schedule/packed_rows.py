@@ -49,9 +49,6 @@ class PackedRows:
 
     Attributes:
       is_kept: as above.
-
-    Raises:
-      ValueError: if `packing` was created for different lengths.
     """
 
     def __init__(
@@ -244,11 +241,7 @@ def _by_length(lengths: np.ndarray) -> np.ndarray:
 
 
 def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
-    """Returns the lengths of packed rows, `[R]`, or `[R, Q]` for Q sequences.
-
-    Raises:
-      ValueError: if `packing` is not a `Packing`, or the plan does not hold its rows.
-    """
+    """Returns the lengths of packed rows, `[R]`, or `[R, Q]` for Q sequences."""
     remedy = "Create one with `jb.packing.pack(lengths, max_seq_len)`."
     check_type("packing", packing, Packing, remedy)
     lengths = packing.row_lengths

@@ -1,11 +1,12 @@
 """Sequences in which every item keeps to its share of the positions.
 
-`spread_evenly` finds the items at positions of such a sequence, for `SpreadUpdates`.
-`occurrences` finds the counts before a position, for the `Turns` of a mixture.
+`item_at` finds the item at a position of such a sequence, `occurrences` the counts
+before it.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import heapq
 from typing import TypeAlias
@@ -18,10 +19,8 @@ _Group: TypeAlias = "int | tuple[_Node, _Node]"
 _Node: TypeAlias = tuple[int, _Group]
 
 
-def spread_evenly(
-    positions: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the items at given positions of a sequence with every item evenly spread.
+def item_at(position: int, counts: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the item at a position of a sequence with every item evenly spread.
 
     The sequence is divided between two groups of items in proportion to their counts,
     as Bresenham's line is between rows, and so is the part of each group, until every
@@ -33,47 +32,31 @@ def spread_evenly(
     errors are those of an endless sequence.
 
     Example:
-      >>> items, numbers = spread_evenly(np.arange(9), np.array([3, 0, 5, 1]))
-      >>> items
-      array([2, 0, 2, 0, 2, 3, 2, 0, 2])
-      >>> numbers
-      array([0, 0, 1, 1, 2, 0, 3, 2, 4])
+      >>> [item_at(position, (3, 0, 5, 1)) for position in range(5)]
+      [(2, 0), (0, 0), (2, 1), (0, 1), (2, 2)]
 
     Args:
-      positions: `[n]` integers from 0 to N - 1.
-      counts: `[K]` integers, the number of occurrences of each item; N is their sum,
-        and below 2**31.
+      position: an integer from 0, which may be beyond N: the sequence is repeated.
+      counts: the number of occurrences of each item; N is their sum.
 
     Returns:
-      `[n]` int64, the item at each position, and `[n]` int64, its number of earlier
-      occurrences.
-
-    Raises:
-      ValueError: if N is 2**31 or more.
+      The item, and the number of its earlier occurrences.
     """
-    if counts.sum() >= 2**31:
-        raise ValueError(
-            f"{counts.sum():,} steps per epoch are too many for `order='spread'`, "
-            "which supports fewer than 2**31. Raise `max_tokens`, or use 'shuffled'."
-        )
-    items = np.zeros(len(positions), np.int64)
-    numbers = np.array(positions, np.int64)
-    pending = [(_huffman(tuple(counts.tolist())), np.arange(len(positions)))]
-    while pending:
-        (total, group), places = pending.pop()
-        if not len(places):
-            continue
-        if isinstance(group, int):
-            items[places] = group
-            continue
+    total, group = _huffman(counts)
+    while not isinstance(group, int):
         first, second = group
-        # Half the difference is added so that the line starts in its middle.
-        doubled = 2 * numbers[places] * first[0] + total
-        before = doubled // (2 * total)
-        is_first = (doubled + 2 * first[0]) // (2 * total) > before
-        numbers[places] = np.where(is_first, before, numbers[places] - before)
-        pending += [(first, places[is_first]), (second, places[~is_first])]
-    return items, numbers
+        before, after = (_before(position + i, first[0], total) for i in range(2))
+        if after > before:
+            (total, group), position = first, before
+        else:
+            (total, group), position = second, position - before
+    return group, position
+
+
+def _before(position: int, count: int, total: int) -> int:
+    """Returns how often the first of two groups occurs before a position."""
+    # Half of the total is added so that the line starts in its middle.
+    return (2 * position * count + total) // (2 * total)
 
 
 def occurrences(position: int, counts: tuple[int, ...]) -> list[int]:
@@ -84,8 +67,7 @@ def occurrences(position: int, counts: tuple[int, ...]) -> list[int]:
       [2, 0, 2, 0]
 
     Args:
-      position: an integer from 0, which may be beyond N: the sequence is repeated.
-      counts: as for `spread_evenly`, with any sum.
+      position, counts: as for `item_at`.
     """
     result = [0] * len(counts)
     pending = [(_huffman(counts), position)]
@@ -95,7 +77,7 @@ def occurrences(position: int, counts: tuple[int, ...]) -> list[int]:
             result[group] = number
             continue
         first, second = group
-        before = (2 * number * first[0] + total) // (2 * total)
+        before = _before(number, first[0], total)
         pending += [(first, before), (second, number - before)]
     return result
 
@@ -130,18 +112,14 @@ class SpreadUpdates:
     first part, the longest one of the second part, the shortest one of the third, and
     so on, and each later update those next to them (stratified and antithetic sampling,
     Hammersley and Handscomb, 1964, chapter 5). Updates of the same buckets are then
-    spread evenly by `spread_evenly`. So any position is found without the ones before
-    it.
+    spread evenly by `item_at`. So any position is found without the ones before it.
 
-    With one batch in each update, this is `spread_evenly`.
+    With one batch in each update, this is `item_at`.
 
     Example: the short batches (0) are in updates with long ones (2).
       >>> updates = SpreadUpdates(np.array([2, 4, 2]), size=2)
-      >>> items, numbers = updates.at(np.arange(8))
-      >>> items.reshape(-1, 2).tolist()
-      [[1, 1], [0, 2], [1, 1], [0, 2]]
-      >>> numbers.reshape(-1, 2).tolist()
-      [[0, 3], [0, 1], [1, 2], [1, 0]]
+      >>> [updates.at(position)[0] for position in range(8)]
+      [1, 1, 0, 2, 1, 1, 0, 2]
 
     Args:
       counts: `[K]` integers, the number of batches of each bucket, the shortest first.
@@ -165,57 +143,40 @@ class SpreadUpdates:
         in_first = np.bincount(first, minlength=len(counts))
         earlier = np.concatenate([_earlier(first), _earlier(last) + in_first[last]])
         self._other_numbers = counts[self._others] + earlier
-        self._ends = np.cumsum(counts)
+        ends = np.cumsum(counts)
+        self._ends: list[int] = [0, *ends.tolist()]
         self.num_updates = int(counts.sum()) // size
-        self._counts, self._firsts = self._kinds()
-
-    def _kinds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the number of updates of each combination, and the first of them."""
-        places = self._ends - self.num_updates * np.arange(self._size)[:, None]
+        # The number of updates of each combination, and the first of them.
+        places = ends - self.num_updates * np.arange(size)[:, None]
         places[1::2] = self.num_updates - places[1::2]
         inner = places[(places > 0) & (places < self.num_updates)]
         borders = np.unique([0, *inner.tolist(), self.num_updates])
-        return np.diff(borders), borders[:-1]
+        self._counts = tuple(np.diff(borders).tolist())
+        self._firsts: list[int] = borders.tolist()
 
-    def at(
-        self, positions: np.ndarray, start: int = 0
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the buckets at given positions.
+    def at(self, position: int, start: int = 0) -> tuple[int, int]:
+        """Returns the bucket at a position.
 
         Args:
-          positions: `[n]` integers, below the sum of `counts`.
+          position: an integer, below the sum of `counts`.
           start: the update that comes first.
 
         Returns:
-          `[n]` int64, the bucket at each position, and `[n]` int64, the number of its
-          batch: different numbers from 0 to `counts[k] - 1` for bucket k.
-
-        Raises:
-          ValueError: if there are 2**31 updates or more.
+          The bucket, and the number of its batch: different numbers from 0 to
+          `counts[k] - 1` for bucket k.
         """
-        whole = self.num_updates * self._size
-        places = positions - self._head
-        is_whole = (places >= 0) & (places < whole)
-        items, numbers = np.empty((2, len(positions)), np.int64)
-        updates, parts = np.divmod(places[is_whole], self._size)
-        updates = (updates + start) % max(1, self.num_updates)
-        items[is_whole], numbers[is_whole] = self._batches(updates, parts)
-        other = positions[~is_whole]
-        other = np.where(other < self._head, other, other - whole)
-        items[~is_whole] = self._others[other]
-        numbers[~is_whole] = self._other_numbers[other]
-        return items, numbers
-
-    def _batches(
-        self, updates: np.ndarray, parts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the buckets and numbers of the batches of whole updates."""
-        kinds, numbers = spread_evenly(updates, self._counts)
-        steps = self._firsts[kinds] + numbers
-        steps = np.where(parts % 2, self.num_updates - 1 - steps, steps)
-        batches = self.num_updates * parts + steps
-        buckets = np.searchsorted(self._ends, batches, side="right")
-        return buckets, batches - np.append(0, self._ends)[buckets]
+        whole, place = self.num_updates * self._size, position - self._head
+        if not 0 <= place < whole:
+            other = position if place < 0 else position - whole
+            return int(self._others[other]), int(self._other_numbers[other])
+        update, part = divmod(place, self._size)
+        kind, number = item_at((update + start) % self.num_updates, self._counts)
+        step = self._firsts[kind] + number
+        if part % 2:
+            step = self.num_updates - 1 - step
+        batch = self.num_updates * part + step
+        bucket = bisect.bisect_right(self._ends, batch) - 1
+        return bucket, batch - self._ends[bucket]
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from fractions import Fraction
 
-from jaxbucket.schedule.spread import occurrences
+from jaxbucket.schedule.spread import item_at, occurrences
 
 
 class Turns:
@@ -17,7 +17,7 @@ class Turns:
 
     In a `Mixture`, the members are its components, and a turn is one of their steps.
 
-    The turns of each member are evenly spread, as `spread_evenly` does it: after any
+    The turns of each member are evenly spread, as `item_at` does it: after any
     number of turns since a change, a member has had its share with an error of less
     than two turns, and typically less than one.
 
@@ -51,9 +51,9 @@ class Turns:
 
     def at(self, turn: int) -> tuple[int, int]:
         """Returns the member of a turn, and the number of its earlier turns."""
-        before, after = self.before(turn), self.before(turn + 1)
-        member = list(map(operator.ne, before, after)).index(True)
-        return member, before[member]
+        index = bisect.bisect_right(self._starts, turn) - 1
+        member, since = item_at(turn - self._starts[index], self._counts[index])
+        return member, self._before[index][member] + since
 
     def until(self, member: int, count: int) -> int | None:
         """Returns the number of turns after which a member has had `count` >= 1.

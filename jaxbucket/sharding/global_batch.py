@@ -167,11 +167,7 @@ def _device_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def _as_on_device(name: str, leaf: np.ndarray) -> np.ndarray:
-    """Returns the array in the dtype that jax uses for it.
-
-    Raises:
-      ValueError: if the conversion would change an integer or overflow a float.
-    """
+    """Returns the array in the dtype that jax uses for it."""
     dtype = _device_dtype(leaf.dtype)
     if dtype == leaf.dtype:
         return leaf

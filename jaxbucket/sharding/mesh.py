@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_positive
+from jaxbucket.base.checks import check_positive, check_type
 from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
 from jaxbucket.compile.absent import Device, default_devices, is_absent
 
@@ -99,11 +100,7 @@ def batch_sharding(
 
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the batch axes, including row axes, as a tuple.
-
-    Raises:
-      ValueError: if `mesh` is not a mesh or lacks one of the axes.
-    """
+    """Returns the batch axes, including row axes, as a tuple."""
     rows, columns = _divided_axes(mesh, batch_axes)
     return rows + columns
 
@@ -146,11 +143,7 @@ def _divided_axes(
 
 def check_mesh(mesh: Any) -> None:
     """Raises a ValueError if `mesh` is not a mesh."""
-    if not isinstance(mesh, Mesh):
-        raise ValueError(
-            f"`mesh` is a {type(mesh).__name__}, not a mesh. Make one "
-            "with `data_mesh()` or `jax.make_mesh`."
-        )
+    check_type("mesh", mesh, Mesh, "Make it with `data_mesh()` or `jax.make_mesh`.")
 
 
 def local_rows(mesh: Mesh, *, batch_axes: Axes = None) -> RowShard:
@@ -238,11 +231,24 @@ def put(tree: _T, sharding: NamedSharding) -> _T:
     device = sharding.mesh.devices.flat[0]  # pyright: ignore
     if has_shapes(tree) or is_absent(device):
         return jax.tree.map(lambda x: _shape(x, sharding), tree)
+    # Random keys of `jax.random.key` cannot be placed on devices of other processes.
+    numbers = jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
     # Two transfers, because `may_alias` is respected only if the sharding does not
     # change. The first may still alias the original on the device of the original.
-    spread = jax.device_put(tree, sharding)
+    spread = jax.device_put(numbers, sharding)
     # The copy is made later. Until then, the caller must not change a numpy array.
-    return jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
+    spread = jax.block_until_ready(jax.device_put(spread, sharding, may_alias=False))
+
+    def as_key(x: Any, placed: jax.Array) -> jax.Array:
+        if not _is_key(x):
+            return placed
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))
+
+    return jax.tree.map(as_key, tree, spread)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def has_shapes(tree: Any) -> bool:

@@ -12,7 +12,7 @@ from jaxbucket.base.checks import (
     check_function,
     check_positive,
     check_seed,
-    with_article,
+    check_type,
 )
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.permutation import fold
@@ -86,7 +86,7 @@ class ExampleStream:
 
     def __post_init__(self):
         if not callable(self.dataset):
-            check_dataset("`dataset`", self.dataset)
+            check_dataset("dataset", self.dataset)
         if self.num_epochs is not None:
             self._set("num_epochs", check_positive("num_epochs", self.num_epochs))
         self._set("pad_value", check_pad_value(self.pad_value))
@@ -106,7 +106,7 @@ class ExampleStream:
         if isinstance(self.dataset, grain.IterDataset):
             return self.dataset
         dataset = self.dataset(epoch, epoch_seed(self.seed, epoch))
-        check_dataset(f"Epoch {epoch} of `dataset`", dataset)
+        check_dataset(f"dataset({epoch}, seed)", dataset)
         return dataset
 
     def config(self, names: Collection[str]) -> dict[str, Any]:
@@ -137,11 +137,10 @@ def as_stream(
 
 def check_dataset(name: str, dataset: Any) -> None:
     """Raises a ValueError with a remedy if something is not a `grain.IterDataset`."""
-    if not isinstance(dataset, grain.IterDataset):
-        raise ValueError(
-            f"{name} is {with_article(dataset)}, not a `grain.IterDataset`. Pass one, "
-            "or `jb.stream.from_loader(loader, to_example)` for any other loader."
-        )
+    remedy = (
+        "Make one of any other loader: `jb.stream.from_loader(loader, to_example)`."
+    )
+    check_type(name, dataset, grain.IterDataset, remedy)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.notes import Noting
 from jaxbucket.base.position import DataPosition
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs
@@ -78,11 +79,7 @@ class StreamState:
 
     @classmethod
     def from_dict(cls, state: Any) -> StreamState:
-        """Parses the result of `to_dict`.
-
-        Raises:
-          ValueError: if `state` is something else.
-        """
+        """Parses the result of `to_dict`."""
         names = {field.name for field in dataclasses.fields(cls)} - {"current_round"}
         if not isinstance(state, Mapping) or state.keys() != {*names, "round"}:
             raise ValueError(
@@ -265,12 +262,9 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             max_segments=run.max_segments,
         )
         starts = range(0, num_rows * run.micro_batches_per_bucket, num_rows)
-        try:
+        origins = [[(x.epoch, x.epoch_index) for x in row] for row in rows]
+        with Noting(f"The examples (epoch, index) of the rows are {origins}."):
             return [collate(examples[start : start + num_rows]) for start in starts]
-        except ValueError as error:
-            origins = [[(x.epoch, x.epoch_index) for x in row] for row in rows]
-            error.add_note(f"The examples (epoch, index) of the rows are {origins}.")
-            raise
 
     def _feature_template(self) -> Example:
         """Returns an example with the features of all batches, including empty ones."""

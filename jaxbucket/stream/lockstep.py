@@ -111,10 +111,6 @@ class Lockstep:
           pool: the pending examples of this process.
           reader: the reader of the stream of this process.
           template: an example of the stream; None if no example has arrived.
-
-        Raises:
-          ValueError: in all processes, if they do not batch in the same way, or if
-            processes with different rows read the same examples.
         """
         if not self._run.meets:
             return Round(0, math.inf, 0, None)

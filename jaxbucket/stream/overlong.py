@@ -72,10 +72,6 @@ class LengthLimits:
         Args:
           example: a dict of arrays, which are copied.
           counts: the counts of the stream, which are updated.
-
-        Raises:
-          ValueError: if the example has no length, or is too long under the policy
-            "error".
         """
         spec = ExampleSpec(example, self.sequences, self.names)
         by_name = spec.lengths(spec.arrays)
@@ -110,11 +106,7 @@ class LengthLimits:
         return any(all(map(operator.le, lengths, shape)) for shape in self.shapes)
 
     def _truncated(self, lengths: ExampleLengths) -> ExampleLengths:
-        """Returns the lengths after truncation; the same if the example is dropped.
-
-        Raises:
-          ValueError: if a sequence is too long under the policy "error".
-        """
+        """Returns the lengths after truncation; the same if the example is dropped."""
         kept = list(lengths)
         limits = list(map(max, zip(*self.shapes, strict=True)))
         is_over = list(map(operator.gt, lengths, limits))

@@ -112,12 +112,7 @@ class StreamReader:
         self._snapshots: collections.deque[Snapshot] = collections.deque()
 
     def read(self) -> list[PooledExample]:
-        """Reads an example and returns it, or its chunks; an empty list at the end.
-
-        Raises:
-          ValueError: if the example is too long, or an epoch has no example.
-          Exception: any error of the stream, with a note that names the example.
-        """
+        """Reads an example and returns it, or its chunks; an empty list at the end."""
         while not self.counts.ended:
             origin = (self._epoch, self._epoch_index)
             with Noting(_NOTE.format(*origin)):
@@ -177,10 +172,6 @@ class StreamReader:
 
         Args:
           default: the result if there is no example.
-
-        Raises:
-          ValueError: if there is neither an example nor a default.
-          Exception: any error of the stream, with a note that names the example.
         """
         with Noting(_NOTE.format(0, 0)):
             iterator = iter(self.examples.epoch_dataset(0))
@@ -234,11 +225,7 @@ class StreamReader:
             self._snapshots.popleft()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Moves a new reader to a snapshot.
-
-        Raises:
-          Exception: any error of the stream, with a note that names the example.
-        """
+        """Moves a new reader to a snapshot."""
         self._epoch, self._epoch_index = snapshot.epoch, snapshot.epoch_index
         self._epoch_has_example = snapshot.epoch_index > 0
         with Noting(_NOTE.format(self._epoch, self._epoch_index)):

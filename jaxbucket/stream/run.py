@@ -235,9 +235,6 @@ def _make_phases(
       plan: a plan, or plans by their first steps.
       lengths: the lengths that the plans were made for, or lengths by first steps.
       run: the options of the stream.
-
-    Raises:
-      ValueError: if plans, lengths and options do not fit together.
     """
     plans = _by_step(plan)
     if 0 not in plans or not all(isinstance(x, BucketPlan) for x in plans.values()):

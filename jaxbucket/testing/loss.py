@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.base.checks import check_choice
+from jaxbucket.base.checks import check_choice, check_type
 from jaxbucket.testing.batches import shorten
 from jaxbucket.testing.variants import (
     PaddedFeatures,
@@ -173,10 +173,7 @@ def _variants(
 
 def checked_batch(batch: Batch) -> Batch:
     """Returns a copy of the batch, after checking that it has two rows to compare."""
-    if not isinstance(batch, Batch):
-        raise ValueError(
-            f"`batch` is a {type(batch).__name__}. Pass a single `jaxbucket.Batch`."
-        )
+    check_type("batch", batch, Batch, "Pass a single batch.")
     batch = jax.tree.map(np.array, batch)
     filled = batch.row_mask
     if filled.sum() < 2:

@@ -115,12 +115,7 @@ def _real_entries(batch: Batch, name: str, sequences: PaddedFeatures) -> np.ndar
 def _find_sequences(
     batch: Batch, name: str, sequences: PaddedFeatures
 ) -> tuple[str, ...]:
-    """Returns the keys in `segment_ids` of the axes of a feature after B.
-
-    Raises:
-      ValueError: if the order of several keys is not known, because they have the same
-        T and `sequences` is not a mapping.
-    """
+    """Returns the keys in `segment_ids` of the axes of a feature after B."""
     if isinstance(sequences, Mapping):
         return tuple(key for key, names in sequences.items() if name in (key, *names))
     if name in batch.segment_ids:
@@ -154,5 +149,6 @@ def _refilled(x: np.ndarray, real: np.ndarray) -> np.ndarray:
     values, num_padding = x[real], np.count_nonzero(~real)
     refilled = x.copy()
     # In reverse order, so that padding does not repeat the value next to it.
-    refilled[~real] = values[::-1][np.arange(num_padding) % len(values)]
+    if len(values):  # No example of the batch may have the sequence.
+        refilled[~real] = values[::-1][np.arange(num_padding) % len(values)]
     return refilled

@@ -139,9 +139,6 @@ class AccumulatingStep:
 
         Returns:
           The new state and the metrics over all micro-batches.
-
-        Raises:
-          ValueError: if `micro_batches` is not a tuple of batches.
         """
         batches = _checked(micro_batches)
         self._check(state)

@@ -172,12 +172,15 @@ def like_template(template: Any, leaf: Any) -> Any:
     if getattr(template, "weak_type", False) and leaf.shape == ():
         # The type of a Python number is weak.
         return jax.device_put(leaf.item(), None if uncommitted else leaf.sharding)
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if not uncommitted and is_key:
+        return leaf.copy()  # jax places keys on the devices of one process only.
     if not uncommitted:
         copy = jax.device_put(leaf, leaf.sharding, may_alias=False)
         jax.block_until_ready(copy)
         leaf.delete()
         return copy
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key:
         data = jnp.array(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return jnp.array(np.asarray(leaf))

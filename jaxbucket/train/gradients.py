@@ -27,9 +27,9 @@ _PARAMETER_REMEDY = (
 )
 _NEEDS_JIT = (
     "With `mode='shard_map'` and 'pmap', a loss is given the rows of one device only. "
-    "Use `mode='jit'`, where it is given the whole batch. If it is an `nnx.RngCount` of "
-    "dropout, call the model with `nnx.Rngs(dropout=key)` for each row instead (see "
-    "'Dropout' in the documentation of models)."
+    "Use `mode='jit'`, where it is given the whole batch. If it is an `nnx.RngCount`, "
+    "draw dropout with `nnx.Rngs(dropout=key)` for each row (see 'Dropout' in the "
+    "documentation of models)."
 )
 # The loss sum is differentiated unscaled if it is 2**0 to 2**7 times the mean.
 # Otherwise it is scaled to the nearer of these multiples of the mean, up to a factor of

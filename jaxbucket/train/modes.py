@@ -36,12 +36,7 @@ _Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple[Any, Any]]
 
 
 def checked_axes(mesh: Mesh, mode: Mode, batch_axes: Axes) -> tuple[str, ...]:
-    """Returns the mesh axes that shard the rows, after checking that a mode has them.
-
-    Raises:
-      ValueError: if the mode or an axis is unknown; with "pmap", if there are further
-        axes, or the devices of a process are not adjacent in the mesh.
-    """
+    """Returns the mesh axes that shard rows, after checking that a mode has them."""
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
     if mode == "pmap":
@@ -55,7 +50,7 @@ def jit_step(
     mode: Mode,
     *,
     donate: tuple[int, ...] = (),
-    out_shardings: Any,
+    out_shardings: Any = None,
     check: Callable[[Any], None] | None = None,
 ) -> Any:
     """Returns `fn(*replicated, batch)`, jitted or pmapped.
@@ -65,31 +60,26 @@ def jit_step(
       mesh: the mesh on which batches are sharded.
       mode: how the function runs on the devices.
       donate: the indices of the arguments that are donated.
-      out_shardings: the shardings of the results, which "pmap" replicates.
+      out_shardings: the shardings of the results, by default replicated as in "pmap".
       check: called with the state before it is first used, except in "pmap".
     """
     if mode == "pmap":
         return PmapStep(fn, mesh, donate)
-    return JitStep(fn, mode, donate, out_shardings, check)
+    return JitStep(fn, mesh, mode, donate, out_shardings, check)
 
 
 class JitStep:
     """Runs `fn(*replicated, batch)`, which knows how rows are divided over devices.
 
     The layout of a batch cannot be seen while a function is traced, so it is read from
-    the arguments of a call. This object can be used like the result of `jax.jit`.
-
-    Args:
-      fn: the function.
-      mode: "jit" or "shard_map".
-      donate: the indices of the arguments that are donated.
-      out_shardings: the shardings of the results.
-      check: called with the state before it is first used.
+    the arguments of a call. This object can be used like the result of `jax.jit`. The
+    arguments are those of `jit_step`.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
+        mesh: Mesh,
         mode: Mode,
         donate: tuple[int, ...],
         out_shardings: Any,
@@ -98,6 +88,8 @@ class JitStep:
         functools.update_wrapper(self, fn)
         self._check = check
         self._mode, self._signature = mode, inspect.signature(fn)
+        if out_shardings is None:
+            out_shardings = NamedSharding(mesh, PartitionSpec())
         self._jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 # `train.MeshLoader` is imported on first use, because its module imports Grain.
 from jaxbucket import train
@@ -86,8 +86,7 @@ def make_predict_step(
     def predict_step(state: TrainState, batch: Batch) -> Batch:
         return over_all_rows(state, batch)
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jit_step(predict_step, mesh, mode, out_shardings=replicated)
+    return jit_step(predict_step, mesh, mode)
 
 
 def predict(

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.batch import Batch, check_is_batch
-from jaxbucket.base.checks import check_function, check_seed
+from jaxbucket.base.checks import check_function, check_seed, check_type
 from jaxbucket.sharding.mesh import Axes
 from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
@@ -105,11 +105,8 @@ def make_train_step(
         breaks the contract, the state is of another optimizer, variables change in
         another mode than "jit", or micro-batches are passed without `accumulate`.
     """
-    if not isinstance(accumulate, bool):
-        raise ValueError(
-            f"`accumulate={accumulate!r}` must be True or False. Pass the number of "
-            "micro-batches to the schedule: `BatchSchedule(accumulate=...)`."
-        )
+    remedy = "Pass the number of micro-batches to `BatchSchedule(accumulate=...)`."
+    check_type("accumulate", accumulate, bool, remedy)
     check_optimizer(tx)
     if mode == "pmap" and state_sharding is not None:
         raise ValueError(
@@ -206,5 +203,4 @@ def make_eval_step(
         sums, _ = global_sums(state, batch)
         return mean_metrics(sums)
 
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return jit_step(eval_step, mesh, mode, out_shardings=replicated)
+    return jit_step(eval_step, mesh, mode)

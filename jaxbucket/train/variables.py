@@ -40,10 +40,6 @@ def values_after(variables: Any, model: Any, returned: Any) -> Values:
       variables: the variables before it was called.
       model: the model it was called with.
       returned: the collections it returned; None if it did not return any.
-
-    Raises:
-      ValueError: if the loss returned something other than collections of the model, or
-        changes the shape or the dtype of a variable.
     """
     old = by_path(variables)
     if isinstance(model, nnx.Module):
@@ -87,9 +83,6 @@ def call_model(
       state: the state of the model.
       remedy: the end of the message.
       fixed: the parts of the state that may not change.
-
-    Raises:
-      ValueError: if one of them has changed.
     """
 
     def call(state: TrainState) -> tuple[_Result, Values]:

@@ -185,6 +185,35 @@ def test_custom_steps_are_compiled(jitted):
     assert first_state.is_deleted() == jitted
 
 
+@pytest.mark.parametrize("decorate", [lambda x: x, nnx.jit])
+def test_a_step_that_changes_modules_in_place_has_to_return_them(decorate):
+    source, plan, mesh = small_setup()
+
+    @nnx.jit
+    def update(model, optimizer, batch):
+        def loss_fn(model):
+            return model(batch.mask.astype(jnp.float32)[..., None]).sum()
+
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    state = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    state = jb.sharding.replicate(state, mesh)
+    specs = jb.sharding.batch_specs(plan, source[0], mesh)
+    lost = decorate(lambda state, batch: update(*state, batch))
+    with pytest.raises(ValueError, match="`step_fn` changes its state in place"):
+        jb.compile_steps(lost, state, specs, progress=False)
+    kept = decorate(lambda state, batch: (state, update(*state, batch)))
+    steps = jb.compile_steps(kept, state, specs, progress=False)
+    schedule = jb.BatchSchedule(plan, source.lengths)
+    batches = jb.batch_dataset(source, schedule)
+    for batch in jb.sharding.prefetch_to_mesh(batches, mesh):
+        state, _ = steps(state, batch)
+    assert int(state[1].step[...]) == len(batches)
+
+
 def test_buckets_run_their_own_executable(compiled):
     steps, _, mesh, batches = compiled
     state = jb.sharding.replicate(np.float32(2), mesh)

@@ -135,7 +135,7 @@ ROW_1 = r"[^$]*row 1"
         ([X, {"x": 5}], {}, "`sequences`" + ROW_1),
         ([X, {"x": [[1], [1, 2]]}], {}, "inhomogeneous[^$]*'x'" + ROW_1),
         ([X, {"x": np.ma.array([1, 2], mask=[0, 1])}], {}, "masked" + ROW_1),
-        ([X, [1, 2]], {}, "list, not a dict" + ROW_1),
+        ([X, [1, 2]], {}, "list, not a `Mapping`" + ROW_1),
         ([{"x": [1], "y": [1, 2]}], {}, "`sequences`"),
         ([{"label": 5}], {}, "`sequences`"),
         ([X], {"sequences": []}, "`sequences`"),

@@ -175,7 +175,7 @@ def tokens(*lengths: int) -> list[dict]:
         ([{"x": np.ones(2, ml_dtypes.bfloat16)}], "'x' is bfloat16"),
         ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4"),
         ([{"label": np.int32(1)}], "`sequences`"),
-        ([[1, 2]], "not a dict"),
+        ([[1, 2]], "not a `Mapping`"),
     ],
 )
 def test_examples_that_cannot_be_written_leave_no_files(tmp_path, examples, message):

@@ -107,7 +107,7 @@ def test_micro_batches_are_numbered_if_examples_repeat():
     schedule = jb.BatchSchedule(plan, lengths, order=order, accumulate=3)
     for epoch in range(2):
         steps = range(epoch * len(schedule), (epoch + 1) * len(schedule))
-        numbers = [x.number for step in steps for x in schedule.draws(step)]
+        numbers = [x.number for step in steps for _, x in schedule.drawn_batches(step)]
         assert numbers == list(range(3 * len(schedule)))
 
 

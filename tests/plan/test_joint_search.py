@@ -12,7 +12,7 @@ from jaxbucket.plan.joint_planner import search_shapes
 from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.joint_pricing import Pricing
 from jaxbucket.plan.joint_search import Search, epoch_costs
-from jaxbucket.plan.joint_swaps import Assignment, Grid
+from jaxbucket.plan.joint_swaps import Assignment, Grid, Swaps
 from jaxbucket.plan.limits import Limits
 
 
@@ -127,7 +127,7 @@ def test_swaps_count_what_every_shape_takes(seed):
     shapes = grid.shapes[rng.permutation(len(grid))[:3]]
     choice = Assignment.of(points, shapes, pricing)
     for without in (None, 0):
-        swaps = choice.swaps(grid, without)
+        swaps = Swaps(choice, grid, without)
         others = shapes if without is None else shapes[1:]
         for c, shape in enumerate(grid.shapes):
             new = Assignment.of(points, np.append(others, shape[None], axis=0), pricing)

@@ -7,7 +7,13 @@ import numpy as np
 from jaxbucket.base.batch import BatchIndices
 from jaxbucket.schedule import LinearPacing
 from jaxbucket.schedule.base import Schedule
+from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.pacing import Pacing, pacing_unit
+
+
+def draws_of(schedule: Schedule, step: int) -> list[BatchDraws]:
+    """Returns the random numbers of the micro-batches of a step."""
+    return [draws for _, draws in schedule.drawn_batches(step)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from schedule_cases import draws_of
 
 import jaxbucket as jb
 from jaxbucket import Bucket, BucketPlan, JoinedSchedule, Mixture, batch_dataset
@@ -138,8 +139,8 @@ def test_a_batch_sampler_has_the_batches_of_each_epoch():
 def test_random_numbers_do_not_repeat_after_a_change():
     phase = schedule_of(64)
     joined = JoinedSchedule({0: phase, len(phase): phase})
-    (first,), (second,) = joined.draws(0), joined.draws(len(phase))
-    assert first == phase.draws(0)[0]
+    (first,), (second,) = draws_of(joined, 0), draws_of(joined, len(phase))
+    assert first == draws_of(phase, 0)[0]
     assert first.rng(3, 0).integers(2**60) != second.rng(3, 0).integers(2**60)
 
 
@@ -195,7 +196,7 @@ def test_phases_nest():
     for step in range(4 * len(first)):
         np.testing.assert_array_equal(outer[step].rows, flat[step].rows)
         assert outer.epoch_at(step) == flat.epoch_at(step)
-        assert outer.draws(step) == flat.draws(step)
+        assert draws_of(outer, step) == draws_of(flat, step)
     assert [outer.epoch_start(x) for x in range(5)] == [
         flat.epoch_start(x) for x in range(5)
     ]

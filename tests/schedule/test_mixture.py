@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from schedule_cases import draws_of
 
 from jaxbucket import (
     BatchSchedule,
@@ -406,5 +407,5 @@ def test_mixtures_and_changes_nest():
         start = [0, len(inner.lengths)][index]
         rows = np.where(expected < 0, -1, expected + start)
         np.testing.assert_array_equal(joined[step][0].rows, rows)
-        draws, own = outer.draws(step)[0], [inner, c][index].draws(number)[0]
+        draws, own = draws_of(outer, step)[0], draws_of([inner, c][index], number)[0]
         assert draws == own

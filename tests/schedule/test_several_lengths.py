@@ -246,16 +246,6 @@ def test_packed_rows_must_fit_one_bucket_in_all_sequences():
         jb.BatchSchedule(plan, lengths, packing=packing)
 
 
-def test_a_bucket_holds_batches_that_are_shorter_in_every_sequence():
-    bucket = jb.Bucket(2, {"a": 4, "b": 8})
-    assert bucket.holds(jb.Bucket(2, {"a": 3, "b": 8}))
-    assert not bucket.holds(jb.Bucket(2, {"a": 5, "b": 1}))
-    assert not bucket.holds(jb.Bucket(3, {"a": 1, "b": 1}))
-    assert not bucket.holds(jb.Bucket(2, {"a": 1, "c": 1}))
-    assert not bucket.holds(jb.Bucket(2, 3))
-    assert not jb.Bucket(2, 30).holds(bucket)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [

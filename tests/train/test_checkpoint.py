@@ -612,3 +612,37 @@ def test_all_processes_stop_at_the_same_step_while_saving(launch, tmp_path):
     assert run.status == 0, run.output
     assert run.recorded(0) == run.recorded(1)
     assert 20 < int(run.recorded(0)[0]) < 399
+
+
+KEYS = """
+import jax, optax
+from flax import nnx
+import jaxbucket as jb
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+with jb.Processes() as processes:
+    mesh = jb.data_mesh()
+    state = jb.create_state(Dropped(nnx.Rngs(7)), optax.sgd(0.1), mesh)
+    mine = jb.sharding.replicate({"key": jax.random.key(3)}, mesh)
+    batches = jb.MeshLoader(
+        [{"x": [1.0]}] * 4,
+        jb.BatchSchedule(jb.BucketPlan.from_shapes([(4, 1)]), [1] * 4),
+        mesh,
+    )
+    with jb.Checkpoints(FOLDER, processes=processes) as checkpoints:
+        checkpoints.save((state, mine), batches.position(0))
+    with jb.Checkpoints(FOLDER, processes=processes) as checkpoints:
+        (state, mine), *_ = checkpoints.restore((state, mine))
+    record(float(jax.jit(jax.random.uniform)(mine["key"])))
+"""
+
+
+def test_random_keys_are_placed_and_restored_in_several_processes(launch, tmp_path):
+    run = launch(f"FOLDER = {str(tmp_path / 'run')!r}\n{KEYS}", devices=2)
+    assert run.status == 0, run.output
+    expected = [str(float(jax.random.uniform(jax.random.key(3))))]
+    assert run.recorded(0) == run.recorded(1) == expected

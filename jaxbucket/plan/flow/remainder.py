@@ -72,9 +72,6 @@ def epoch_flow(
         batches if they are filled together.
       costs: `[K]` numbers, which are proportional to the cost of such a batch.
       remainder: the policy for examples that do not fill a batch.
-
-    Raises:
-      ValueError: if the policy is unknown.
     """
     above = dominates(plan.seq_lens) if plan.sequences else None
     return flow_remainders(counts, batch_sizes, costs, remainder, above)
@@ -118,9 +115,6 @@ def flow_remainders(
         because rows that would be empty repeat examples.
       above: `[K, K]` bool, whether bucket j can take the remainder of bucket k at
         `[k, j]`, only later ones can; None for a chain.
-
-    Raises:
-      ValueError: if the policy is unknown.
     """
     check_choice("remainder", policy, get_args(Remainder))
     counts, batch_sizes = (np.asarray(x, np.int64) for x in (counts, batch_sizes))

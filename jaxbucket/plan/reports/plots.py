@@ -63,9 +63,6 @@ def plot_plan(
       ax: the axes to draw on; by default those of a new figure.
       epoch: the report whose padding the legend shows; by default
         `report(plan, lengths)`.
-
-    Raises:
-      ValueError: if the lengths are not valid for the plan, or it drops all of them.
     """
     ax = ax or new_page(8, 4).subplots()
     epoch = epoch or report(plan.unpacked, lengths)
@@ -118,9 +115,6 @@ def plot_shapes(
       ax: the axes to draw on; by default those of a new figure.
       epoch: the report whose padding the title shows; by default
         `report(plan, lengths)`.
-
-    Raises:
-      ValueError: if the lengths are not valid for the plan.
     """
     epoch = epoch or report(plan, lengths)
     kept = plan.kept_lengths(lengths)
@@ -201,9 +195,6 @@ def plot_histogram(
       figure: the figure to draw on; by default a new one.
       unit: the unit of lengths, such as "bytes".
       bins: the maximum number of bars.
-
-    Raises:
-      ValueError: if there are no lengths, or one is not a positive integer.
     """
     from matplotlib.ticker import MaxNLocator
 
