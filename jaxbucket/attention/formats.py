@@ -22,7 +22,11 @@ FORMATS: dict[str, BatchFormat] = {
         "target_tokens": "targets",
         "loss_masks": "weights",
     },
-    "gemma": {"input": "tokens", "target": "targets", "loss_mask": "weights"},
+    "gemma": {
+        "input": "tokens",
+        "target": "target_column",
+        "loss_mask": "weight_column",
+    },
     "huggingface": {
         "input_ids": "tokens",
         "attention_mask": "mask",
@@ -105,6 +109,7 @@ def convert_batch(
     * "targets", "weights": the token that follows each one in its example, and its
       weight, as `next_tokens` returns them; "target_segment_ids": int32, the segment
       ids where the weight is not 0;
+    * "target_column", "weight_column": these, `[B, T, 1]`;
     * "is_target": int32, 1 for tokens that are a target; "labels": these tokens, and
       -100 for others, for a model that shifts them itself;
     * "decoder_inputs": the tokens after `bos_token`, which starts every example;
@@ -140,7 +145,8 @@ def convert_batch(
         if names not in FORMATS:
             raise ValueError(f"`names={names!r}`: pass one of {sorted(FORMATS)}.")
         names = FORMATS[names]
-    tokens = token_feature(batch, loss_weights) if tokens is None else tokens
+    if tokens is None:
+        tokens = token_feature(batch, "tokens", (loss_weights, encoder))
     roles = {"": _Columns(batch, tokens, loss_weights, bos_token)}
     if encoder is not None:
         roles["encoder"] = _Columns(batch, encoder, None, bos_token)
@@ -169,20 +175,34 @@ def _column(roles: Mapping[str, _Columns], path: str) -> Any:
     return getattr(roles[role], column)
 
 
+def _sequence_of(batch: Batch, name: str) -> str:
+    """Returns the sequence of a feature: of its name, or the only one of its shape."""
+    if name in batch.segment_ids:
+        return name
+    shape = getattr(batch.features.get(name), "shape", ())
+    fitting = [k for k, ids in batch.segment_ids.items() if ids.shape == shape[:2]]
+    if len(fitting) != 1:
+        raise ValueError(
+            f"`tokens` or `encoder` names {name!r}, which is a feature of "
+            f"{len(fitting)} of the sequences {sorted(batch.segment_ids)}. Name one of "
+            f"{sorted(batch.features)}."
+        )
+    return fitting[0]
+
+
 class _Columns:
     """The columns of one sequence; `convert_batch` describes them."""
 
     def __init__(
         self, batch: Batch, name: str, loss_weights: str | None, bos_token: int
     ):
-        sequence = name if name in batch.segment_ids else None
+        sequence = _sequence_of(batch, name)
         self._next = functools.partial(
             next_tokens, batch, name, sequence=sequence, loss_weights=loss_weights
         )
         self._bos_token = bos_token
         self.segment_ids = row_ids(batch, sequence)
-        (key,) = (k for k, x in batch.segment_ids.items() if x is self.segment_ids)
-        self.positions = batch.positions[key]
+        self.positions = batch.positions[sequence]
 
     @property
     def tokens(self) -> Any:
@@ -199,6 +219,14 @@ class _Columns:
     @property
     def weights(self) -> Any:
         return self._next().weights
+
+    @property
+    def target_column(self) -> Any:
+        return self.targets[..., None]
+
+    @property
+    def weight_column(self) -> Any:
+        return self.weights[..., None]
 
     @property
     def target_segment_ids(self) -> Any:
@@ -236,4 +264,6 @@ _COLUMNS = {"segment_ids", "positions"} | {
 
 def _labels(tokens: Any, is_target: Any) -> Any:
     """Returns the tokens that are targets, and -100 for others."""
+    if tokens.dtype.kind == "u":
+        tokens = tokens.astype(f"int{8 * tokens.dtype.itemsize}")
     return (tokens - _IGNORED_LABEL) * is_target.astype(tokens.dtype) + _IGNORED_LABEL

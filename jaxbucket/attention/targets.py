@@ -143,7 +143,7 @@ def next_tokens(
     """
     check_is_batch("batch", batch)
     if name is None:
-        name = token_feature(batch, loss_weights)
+        name = token_feature(batch, "name", (loss_weights,))
     if sequence is None and name in batch.segment_ids:
         sequence = name
     ids = row_ids(batch, sequence)
@@ -199,19 +199,19 @@ def row_ids(batch: Batch, sequence: str | None) -> Any:
     return batch.segment_ids[sequence]
 
 
-def token_feature(batch: Batch, loss_weights: str | None) -> str:
-    """Returns the name of the only feature that can hold tokens, besides weights."""
+def token_feature(batch: Batch, argument: str, others: tuple[Any, ...]) -> str:
+    """Returns the name of the only feature that can hold tokens, besides others."""
     shapes = [ids.shape for ids in batch.segment_ids.values()]
     names = [
         name
         for name, x in batch.features.items()
-        if name != str(loss_weights)
+        if name not in map(str, others)
         and x.shape in shapes
         and jnp.issubdtype(x.dtype, jnp.integer)
     ]
     if len(names) != 1:
         raise ValueError(
-            f"`name` is required, because the features of [B, T] integers are "
+            f"`{argument}` is required, because the features of [B, T] integers are "
             f"{sorted(names)}. Name the feature that holds the tokens."
         )
     return names[0]

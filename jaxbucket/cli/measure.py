@@ -104,6 +104,8 @@ def _measured(source: str, reading: dict[str, Any], num_workers: int) -> Any:
         )
     examples = load_function(source)()
     if isinstance(examples, np.ndarray):
+        if columns:
+            raise ValueError(f"`column={columns}`, but {source} returns an array.")
         return check_lengths(examples)
     options: Any = {"num_workers": num_workers, "progress": sys.stderr.isatty()}
     sequences = {name: [name] for name in columns} if columns[1:] else columns or None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gzip
 import importlib
 import inspect
 import json
@@ -292,6 +293,8 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
     if str(path) == "-":
         with tempfile.TemporaryDirectory() as folder:
             data = sys.stdin.buffer.read()
+            if data.startswith(b"\x1f\x8b"):
+                data = gzip.decompress(data)
             path = pathlib.Path(folder, f"stdin{suffix_of(data)}")
             path.write_bytes(data)
             return read_columns(path, columns, **options)

@@ -80,6 +80,10 @@ class ExampleSpec:
     def match(self, example: Example) -> dict[str, np.ndarray]:
         """Returns the features of another example as arrays."""
         arrays = as_arrays(example)
+        for name, x in arrays.items():
+            # An empty list has no dtype of its own.
+            if name in self.axes and name in self.arrays and not x.size:
+                arrays[name] = x.astype(self.arrays[name].dtype)
         if self._kinds(arrays) != self._expected:
             kinds = [
                 {name: f"{x.dtype}{list(x.shape)}" for name, x in sorted(each.items())}
@@ -87,7 +91,8 @@ class ExampleSpec:
             ]
             raise ValueError(
                 f"The example has the features {kinds[0]}, but others have {kinds[1]}. "
-                "Make them the same, or name features with a sequence axis in "
+                "Make them the same (also if empty: `np.array([], int)`), or name "
+                "features with a sequence axis in "
                 "`sequences` (in two sequences, if two axes differ in length)."
             )
         return arrays

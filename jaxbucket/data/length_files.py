@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from jaxbucket.base.checks import MAX_LENGTH, check_lengths
+from jaxbucket.base.checks import check_lengths
 from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
 
@@ -31,11 +31,10 @@ _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 # How files of these formats begin.
 _BEGINNINGS = {
     b"\x93NUMPY": ".npy",
-    b"PK": ".npz",
+    b"PK\x03\x04": ".npz",
     b"PAR1": ".parquet",
     b"{": ".jsonl",
     b"[": ".json",
-    b"\x1f\x8b": ".gz",
 }
 # A line of text must fit into a block, which pyarrow reads as a whole.
 _BLOCK_BYTES = 2**26
@@ -119,25 +118,36 @@ def read_lengths(
             lengths = lengths if scale is None else _scaled(lengths, scale)
             least = int(len(read) == 1)
             found.append(check_lengths(lengths, least=least).astype(np.int32))
+    if len(found) > 1 and len({*map(len, found)}) == 1:
+        is_empty = ~np.any(found, axis=0)
+        if is_empty.any():
+            raise ValueError(
+                f"Row {int(np.argmax(is_empty))} of `{path}` has length 0 in all of "
+                f"{[*read]}. Remove it."
+            )
     return found
 
 
 def suffix_of(beginning: bytes) -> str:
     """Returns the suffix for a file without a name, by its first bytes."""
     for text, suffix in _BEGINNINGS.items():
-        if beginning.startswith(text):
+        if beginning.startswith(text) or beginning.lstrip().startswith(text):
             return suffix
     return ".tsv" if b"\t" in beginning.partition(b"\n")[0] else ".csv"
 
 
 def _scaled(values: np.ndarray, scale: float) -> np.ndarray:
-    """Returns numbers times `scale`, rounded up; -1 for NaN, which is no length."""
+    """Returns numbers times `scale`, rounded up; -1 for NaN and negative numbers."""
     if values.dtype.kind not in "iuf":
         return values
     # Rounding errors do not count: 1.1 * 100 is a little more than 110.
     error = 2 * np.finfo(np.result_type(values.dtype, np.float32)).eps
-    scaled = np.ceil(values.astype(np.float64) * scale * (1 - error))
-    return np.nan_to_num(scaled, nan=-1).clip(-1, MAX_LENGTH + 1).astype(np.int64)
+    exact = np.nan_to_num(values.astype(np.float64) * scale, nan=-1).clip(-1, 2**32)
+    nearest = np.rint(exact)
+    scaled = np.where(
+        np.abs(exact - nearest) <= error * np.abs(exact), nearest, np.ceil(exact)
+    )
+    return np.where(exact < 0, -1, scaled).astype(np.int64)
 
 
 def _read_numpy(path: pathlib.Path, columns: Sequence[str]) -> dict[str, np.ndarray]:

@@ -144,12 +144,13 @@ def test_inputs_of_tunix():
 def test_fields_of_gemma_and_easylm():
     batch, expected = convert_batch(padded(), "gemma"), gemma()
     mask = expected["loss_mask"]
-    check(batch, {"target": expected["target"], "loss_mask": mask})
+    column = {"target": expected["target"], "loss_mask": mask}
+    check(batch, {name: x[..., None] for name, x in column.items()})
     np.testing.assert_array_equal(batch["input"] * mask, expected["input"])
     renamed = convert_batch(padded(), "easylm")
     assert [*renamed] == ["input_tokens", "target_tokens", "loss_masks"]
     for x, y in zip(batch.values(), renamed.values(), strict=True):
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(x, y.reshape(x.shape))
 
 
 def test_a_prompt_is_no_target():
@@ -179,6 +180,19 @@ def test_formats_are_the_same_inside_of_jit(name):
         check(found, expected)
 
 
+def test_sequences_may_have_other_names_than_features():
+    batch = collate_rows(
+        [{"ids": np.array([5, 6], np.uint32), "labels": np.array([3], np.uint32)}],
+        Bucket(1, {"source": 3, "target": 2}),
+        sequences={"source": ["ids"], "target": ["labels"]},
+    )
+    found = convert_batch(
+        batch, "huggingface_seq2seq", encoder="ids", tokens="labels", bos_token=2
+    )
+    check(found, {"input_ids": [[5, 6, 0]], "attention_mask": [[1, 1, 0]]})
+    check(found, {"labels": [[3, -100]], "decoder_input_ids": [[2, 2]]})
+
+
 def test_small_integers_and_functions():
     batch = padded(np.uint8)
     found = convert_batch(
@@ -198,8 +212,8 @@ def test_small_integers_and_functions():
         ("names", None, "t5", {}),
         ("names", None, {"x": "decoder.tokens"}, {}),
         ("features", None, {"label": "targets"}, {}),
-        ("name", None, "maxtext", {"tokens": "label"}),
-        ("name", None, "t5", {"encoder": "other"}),
+        ("tokens", None, "maxtext", {"tokens": "label"}),
+        ("tokens", None, "t5", {"encoder": "other"}),
         ("loss_weights", None, "maxtext", {"loss_weights": "other"}),
     ],
 )

@@ -354,3 +354,19 @@ def test_the_unit_of_several_columns_is_that_of_text(tmp_path):
     assert [x.tolist() for x in found] == [[128, 200], [2, 0], [3, 1]]
     with pytest.raises(ValueError, match="values of int64"):
         read_lengths(path, ["n"], "characters")
+
+
+def test_an_example_needs_a_length_in_some_column(tmp_path):
+    path = tmp_path / "pairs.csv"
+    path.write_text("a,b\n1,0\n0,0\n")
+    with pytest.raises(ValueError, match="Row 1 "):
+        read_lengths(path, ["a", "b"])
+    path.write_text("a,b\n1,-1\n")
+    with pytest.raises(ValueError, match="-1"):
+        read_lengths(path, ["a", "b"], scales=[1, 0.5])
+
+
+def test_large_numbers_of_32_bits_are_not_rounded_down(tmp_path):
+    path = tmp_path / "a.npy"
+    np.save(path, np.array([1e7, 12345678], np.float32))
+    assert read_lengths(path, scales=[1])[0].tolist() == [10_000_000, 12_345_678]
