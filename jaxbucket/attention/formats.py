@@ -169,8 +169,8 @@ def _column(roles: Mapping[str, _Columns], path: str) -> Any:
     role, _, column = path.rpartition(".")
     if role not in roles or column not in _COLUMNS:
         raise ValueError(
-            f"`names` has {path!r}. Pass one of {sorted(_COLUMNS)}, or with `encoder=` "
-            'such a column after "encoder.".'
+            f"`names` has {path!r}. Pass `encoder=` for columns of an encoder. The "
+            f"columns are {sorted(_COLUMNS)}."
         )
     return getattr(roles[role], column)
 

@@ -21,8 +21,8 @@ def attention_mask(
     Pass it to `jax.nn.dot_product_attention(query, key, value, mask=)` or to the
     attention of Flax. The mask takes B * T * S bytes unless the compiler fuses it. A
     query attends to no key if it is padding, or if its example lacks the sequence of
-    the keys. Softmax then averages all values, so multiply the output of such queries
-    by 0: `jnp.where(mask.any(3)[..., None], output, 0)` for `[B, heads, T, H]`.
+    the keys. Softmax then averages all values, so set the output of such queries to 0:
+    `jnp.where(mask.any(3)[:, 0, :, None, None], output, 0)` for `[B, T, N, H]`.
 
     Example:
       >>> print(attention_mask(jnp.array([[1, 1, 2, 0]]))[0, 0].astype(int))

@@ -113,7 +113,8 @@ def plan_buckets(
         every B is the largest within the limits, even if the sample does not fill it.
 
     Raises:
-      ValueError: if the lengths are empty, not positive integers, or longer than
+      ValueError: if there are no lengths, one is not a positive integer (an example may
+        have length 0 in some of several sequences), or one is longer than
         `max_seq_len` under `overlong="error"`; if the budget cannot hold
         `batch_size_multiple` rows of the last bucket; if the boundaries are not
         increasing multiples of `seq_len_multiple`.

@@ -305,7 +305,7 @@ def test_an_error_of_the_stream_names_the_example(is_epoch):
     ("last", "options", "match"),
     [
         ({"x": np.zeros(9)}, {}, "`max_seq_len`"),
-        ({"x": np.zeros(0)}, {}, "empty"),
+        ({"x": np.zeros(0)}, {}, "`sequences`"),
         ({"y": 3}, {}, "no sequence feature"),
         ({"y": 3}, {"sequences": ["x"]}, "`sequences`"),
         ({"x": np.zeros(3, np.int64)}, {}, "int64"),
