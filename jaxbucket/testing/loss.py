@@ -41,8 +41,8 @@ REMEDIES = {
     ),
     "with different values in its padding": (
         "Padding counts. Multiply by `batch.mask` before summing, and do not attend to "
-        "empty rows or to positions at which `batch.segment_ids` is 0. Set what a query "
-        "without any key sees to zero, as in an example that lacks a sequence. Set "
+        "empty rows or to positions at which `batch.segment_ids` is 0. What a query "
+        "sees without any key is zero, as in an example that lacks a sequence. Set "
         "padding to zero before each convolution: `x * batch.mask[..., None]`."
     ),
     "with twice as many columns, the new ones all padding": (
