@@ -31,12 +31,7 @@ def lazy_names(globals_: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_the_extra() -> Iterator[None]:
-    """Adds to the error of a missing library how to install it.
-
-    Raises:
-      ModuleNotFoundError: if the block imports a library of an extra, such as
-        `jaxbucket[train]`, that is not installed.
-    """
+    """Adds to the error of a missing library how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:

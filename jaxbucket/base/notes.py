@@ -19,10 +19,6 @@ class Noting(contextlib.AbstractContextManager[None, None]):
 
     Args:
       where: a sentence that names what the block reads or does.
-
-    Raises:
-      RuntimeError: if the block raises StopIteration, which would end the loop of a
-        caller without a word.
     """
 
     def __init__(self, where: str):

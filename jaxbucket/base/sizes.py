@@ -25,9 +25,6 @@ class PerSequence(Mapping[str, Value]):
     Args:
       values: sequence name -> value.
       argument: the name of the argument, for messages.
-
-    Raises:
-      ValueError: if there are fewer than two sequences, or a name is not a string.
     """
 
     def __init__(self, values: Mapping[str, Value], argument: str):
@@ -69,10 +66,6 @@ class Sizes(PerSequence[int]):
     Args:
       sizes: sequence name -> a positive integer.
       argument: the name of the argument, for messages.
-
-    Raises:
-      ValueError: if there are fewer than two sequences, a name is not a string, or a
-        size is not a positive integer.
     """
 
     def __init__(self, sizes: Mapping[str, Any], argument: str = "seq_len"):
@@ -180,11 +173,6 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
         each sequence in the order of `sequences`. An example that lacks a sequence has
         length 0 there.
       sequences: the names of the Q sequences, sorted.
-
-    Raises:
-      ValueError: if the sequences of `lengths` are others, `check_lengths` refuses the
-        lengths of one, their numbers of examples differ, or an example has no token in
-        any of them.
     """
     if isinstance(lengths, np.ndarray) and lengths.shape[1:] == (len(sequences),):
         lengths = dict(zip(sequences, lengths.T, strict=True))

@@ -312,9 +312,6 @@ def load_function(name: str) -> Callable[..., Any]:
     Example:
       >>> load_function("math:sqrt")(9)
       3.0
-
-    Raises:
-      ValueError: if there is no such function, or its module cannot be imported.
     """
     module, _, path = name.partition(":")
     # Added permanently, because later imports and workers may need the folder, too.

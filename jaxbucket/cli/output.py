@@ -137,10 +137,6 @@ def new_figure(
       path: the file of the plot, whose suffix defines the format.
       width: the width of the figure, in inches.
       height: the height of the figure, in inches.
-
-    Raises:
-      ValueError: before anything is drawn, if matplotlib does not write this format.
-      ImportError: before anything is drawn, if matplotlib is missing.
     """
     if path is None:
         yield None

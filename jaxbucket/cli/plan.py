@@ -145,11 +145,7 @@ def _planned(
     num_epochs: float,
     limits: dict[str, Any],
 ) -> tuple[BucketPlan, PlanCurve | None, PackedPlan | None]:
-    """Returns the plan that the options ask for.
-
-    Raises:
-      ValueError: if options contradict each other.
-    """
+    """Returns the plan that the options ask for."""
     given = [pack != "never", boundaries != "optimal", num_buckets == "auto"]
     if sum(given) > 1:
         raise ValueError(
@@ -180,11 +176,7 @@ def _planned(
 
 
 def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPlan:
-    """Returns the plan of `plan_packing` within the limits of the options.
-
-    Raises:
-      ValueError: if packing does not support one of the limits.
-    """
+    """Returns the plan of `plan_packing` within the limits of the options."""
     known = inspect.signature(plan_packing).parameters
     changed = {x: y for x, y in limits.items() if y != getattr(Limits, x, None)}
     for name in changed.keys() - known.keys():

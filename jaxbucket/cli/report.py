@@ -106,11 +106,7 @@ def _shares_table(shares: list[dict[str, float]], tokens: int) -> Any:
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:
-    """Returns the plan in a file.
-
-    Raises:
-      ValueError: if the file is not a complete plan.
-    """
+    """Returns the plan in a file."""
     try:
         return BucketPlan.from_json(path.read_text("utf-8"))
     except ValueError as error:

@@ -83,12 +83,6 @@ def precompile(
 
     Returns:
       The report of the programs, and the programs that failed.
-
-    Raises:
-      OSError: if the folder `executables` cannot be written.
-      ValueError: if the recipe returns anything but such triples for all shapes of the
-        plan.
-      Exception: any error of the recipe, with a note that names it.
     """
     start = time.perf_counter()
     options = CompileOptions(

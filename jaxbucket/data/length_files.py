@@ -74,12 +74,6 @@ def read_lengths(
     Returns:
       `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default. With
       several columns, an example may have length 0 in some of them.
-
-    Raises:
-      ValueError: if the suffix is another one, if there is no such column, if there are
-        more or fewer `scales` than columns, or if a row has no length; the message
-        names the row, counted from 0.
-      Exception: any error of numpy or pyarrow. A note names the file.
     """
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
@@ -255,11 +249,7 @@ def _dataset(path: pathlib.Path, suffix: str) -> Any:
 
 
 def _json_array(path: pathlib.Path) -> Any:
-    """Returns the table of an array of JSON objects, or of an array of values.
-
-    Raises:
-      ValueError: if the file is not one array.
-    """
+    """Returns the table of an array of JSON objects, or of an array of values."""
     import pyarrow
 
     with pyarrow.input_stream(str(path)) as file:

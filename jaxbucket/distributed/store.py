@@ -31,9 +31,6 @@ def read_settings(*settings: Any) -> tuple[Any, Any, Any] | None:
     Args:
       *settings: the address of process 0, the number of processes and the index of this
         one. None stands for an environment variable, such as JAX_PROCESS_ID.
-
-    Raises:
-      ValueError: if only some of the settings are given, or one of them is invalid.
     """
     names = [f"JAX_{name.upper()}" for name in _SETTINGS]
     pairs = zip(settings, names, strict=True)
@@ -61,9 +58,6 @@ def connect(settings: tuple[Any, Any, Any], timeout: int, start_timeout: int) ->
       settings: the settings from `read_settings`.
       timeout: seconds without a heartbeat after which jax ends all processes.
       start_timeout: seconds to wait for the others.
-
-    Raises:
-      ValueError: if the port of process 0 is in use, because jax may crash then.
     """
     address, _, index = settings
     if index == 0:

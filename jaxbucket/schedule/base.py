@@ -22,7 +22,8 @@ from jaxbucket.schedule.example_draws import BatchDraws
 class Schedule(abc.ABC):
     """An endless sequence of batches, indexed by the step.
 
-    `schedule[step]` is a `BatchIndices`, or a tuple of `accumulate` of them.
+    `schedule[step]` is a `BatchIndices`, or a tuple of `accumulate` of them. Steps
+    count over all epochs from 0; a negative one raises an `IndexError` in any method.
 
     Attributes:
       plans: the plans of its batches, one or several.
@@ -111,44 +112,20 @@ class Schedule(abc.ABC):
 
         Returns:
           A `BatchIndices` if `accumulate` is 1, and a tuple of them otherwise.
-
-        Raises:
-          IndexError: if `step` is negative.
         """
         micro = self.micro_batches(step)
         return micro[0] if self.accumulate == 1 else micro
 
     def micro_batches(self, step: int) -> tuple[BatchIndices, ...]:
-        """Returns the micro-batches of a step, as a tuple even if there is only one.
-
-        Args:
-          step: the step, counted over all epochs.
-
-        Raises:
-          IndexError: if `step` is negative.
-        """
+        """Returns the micro-batches of a step, as a tuple even if there is only one."""
         return tuple(indices for indices, _ in self.drawn_batches(step))
 
     @abc.abstractmethod
     def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
-        """Yields each micro-batch of a step, and the random numbers for its examples.
-
-        Args:
-          step: the step, counted over all epochs.
-
-        Raises:
-          IndexError: if `step` is negative.
-        """
+        """Yields each micro-batch of a step, and the random numbers of its examples."""
 
     def epoch_at(self, step: int) -> int:
-        """Returns the epoch of a step, counted from 0.
-
-        Args:
-          step: the step, counted over all epochs.
-
-        Raises:
-          IndexError: if `step` is negative.
-        """
+        """Returns the epoch of a step, counted from 0."""
         return check_step(step) // self.steps_per_epoch
 
     def epoch_start(self, epoch: int) -> int:

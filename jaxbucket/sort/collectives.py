@@ -27,9 +27,6 @@ class Devices:
       devices: the devices in order.
       count: the number of devices, D.
       local: the indices of this process's devices in `devices`.
-
-    Raises:
-      ValueError: if the mesh has no device of this process.
     """
 
     def __init__(self, mesh: Mesh):

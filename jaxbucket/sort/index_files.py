@@ -125,11 +125,7 @@ def _in_all(group: ProcessGroup, name: str, function: Callable[[], _T]) -> _T:
 def _gather_kinds(
     share: np.ndarray, mesh: Mesh, group: ProcessGroup
 ) -> list[dict[str, Any]]:
-    """Returns the size and the dtype of the share of each process.
-
-    Raises:
-      ValueError: in every process, if they or their meshes are of different kinds.
-    """
+    """Returns the size and the dtype of the share of each process."""
     kind = {
         "size": len(share),
         "dtype": share.dtype.str,
@@ -151,11 +147,7 @@ def _gather_kinds(
 
 
 def _as_stored(difficulty: ArrayLike) -> np.ndarray:
-    """Returns the difficulties in one of the dtypes of an index.
-
-    Raises:
-      ValueError: if they are not finite numbers, one for each example.
-    """
+    """Returns the difficulties in one of the dtypes of an index."""
     array = np.asarray(difficulty)
     if array.dtype.name == "bfloat16":
         array = array.astype(np.float32)
@@ -166,11 +158,7 @@ def _as_stored(difficulty: ArrayLike) -> np.ndarray:
 
 
 def _exists(folder: pathlib.Path, share: np.ndarray, first: int, size: int) -> bool:
-    """Returns whether the folder holds this index; an empty folder does not.
-
-    Raises:
-      ValueError: if the folder holds something else.
-    """
+    """Returns whether the folder holds this index; an empty folder does not."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     stored = DifficultyIndex(folder).difficulty
@@ -230,10 +218,6 @@ def _write_part(path: pathlib.Path, values: np.ndarray, first: int) -> None:
     """Writes values into an array file that process 0 created, starting at an index.
 
     `np.memmap` is not used, because the parts of two hosts may share a page.
-
-    Raises:
-      ValueError: if the file does not exist.
-      OSError: if the file cannot be written.
     """
     try:
         file = path.open("r+b")

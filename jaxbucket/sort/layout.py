@@ -60,10 +60,6 @@ def gather_layout(
       descending: the argument of `sample_sort`.
       assignment: the argument of `sample_sort`.
       devices: the devices of all processes.
-
-    Raises:
-      ValueError: in every process, if the keys of any process are invalid, the
-        arguments differ between processes, or there are no keys.
     """
     try:
         check_choice("assignment", assignment, ("contiguous", "interleaved"))
