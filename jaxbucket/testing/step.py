@@ -30,6 +30,10 @@ _EMPTY_ROWS = (
 )
 
 
+_ROW_INDEX = (
+    "The result of a row depends on its index. Turn dropout off for this check, as "
+    "`model.eval()` does."
+)
 _NUMBERS = np.bool_, np.number
 # Metrics of the library's own steps that describe the shape of the batch.
 _OF_SHAPES = ("['num_rows']", "['num_positions']", "['padding']")
@@ -117,7 +121,7 @@ def _variants(
     """Yields each variant of a batch, with its description and the remedy."""
     reorder, _, _, with_padding, with_columns, alone = REMEDIES
     num_rows = batch.bucket.batch_size
-    yield reorder, REMEDIES[reorder], take_rows(batch, np.arange(num_rows)[::-1])
+    yield reorder, _ROW_INDEX, take_rows(batch, np.arange(num_rows)[::-1])
     padded = batch
     if empty_rows:
         padded = with_empty_rows(batch, num_rows)
