@@ -234,10 +234,10 @@ with jb.Processes() as processes:
     ...
     import grain
     # Of its loader, each process reads every second example.
-    loader = source[: 400] if processes.index else source[:800]
+    loader = source[:300] if processes.index else source[:600]
     loader = grain.MapDataset.source(loader).to_iter_dataset()
 """
     values = "step, batches.ended, batches.counts.read"
     ends = values_of_two(begin + textwrap.indent(loop, "    "), values, tmp_path)
     step = ends[0][0]
-    assert ends == [[step, True, 400], [step, True, 200]]
+    assert ends == [[step, True, 300], [step, True, 150]]

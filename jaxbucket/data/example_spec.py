@@ -259,7 +259,7 @@ def check_not_nested(
       sequences: as for `ExampleSpec`.
       lengths: `[N]` lengths of all examples by sequence; by None for a single one.
     """
-    ones = [name for name, values in lengths.items() if values.max() == 1]
+    ones = [name for name, x in lengths.items() if x.min() == x.max() == 1]
     if not ones:
         return
     names = [name for name in lengths if name is not None]

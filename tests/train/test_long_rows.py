@@ -264,7 +264,8 @@ def test_blocks_that_jax_has_traced_before_exchange_heads(wrap, accumulate):
     steps = jb.compile_steps(step, state, specs, progress=False)
     counts, _ = collectives(steps[plan.buckets[0]].as_text())
     assert counts["all-to-all"] >= 8
-    assert counts["all-gather"] == 1
+    # Newer versions of jax recompute the gathered segment ids in the backward pass.
+    assert 1 <= counts["all-gather"] <= 1 + (wrap is jax.checkpoint)
 
 
 def test_steps_are_called_like_jitted_functions():
