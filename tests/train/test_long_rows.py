@@ -248,24 +248,33 @@ def test_a_cut_row_needs_no_more_memory_and_no_other_collectives():
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_blocks_that_jax_has_traced_before_exchange_heads(wrap, accumulate):
     mesh, tx = jb.data_mesh(max_row_shards=8), optax.sgd(0.1)
-    attend = wrap(functools.partial(jb.segment_attention, is_causal=True))
-
-    def block(*heads, is_causal):
-        return attend(*heads)
-
-    step = jb.make_train_step(
-        make_loss(block, is_causal=True), tx, mesh, accumulate=accumulate
-    )
     state = jb.create_state(make_params(), tx, mesh)
     plan = jb.BucketPlan.from_shapes([(1, 128)])
     specs = jb.sharding.batch_specs(plan, SOURCE[0], mesh, sequences=["tokens"])
+
+    def collectives_of(attend):
+        def block(*heads, is_causal):
+            return attend(*heads)
+
+        loss_fn = make_loss(block, is_causal=True)
+        step = jb.make_train_step(loss_fn, tx, mesh, accumulate=accumulate)
+        steps = jb.compile_steps(step, state, specs, progress=False)
+        return collectives(steps[plan.buckets[0]].as_text())
+
+    def new_block():
+        return wrap(functools.partial(jb.segment_attention, is_causal=True))
+
+    known = new_block()
     # Traced without a layout first.
-    jax.eval_shape(attend, *[jnp.ones((1, 128, 8, 4))] * 3, jnp.ones((1, 128), int))
-    steps = jb.compile_steps(step, state, specs, progress=False)
-    counts, _ = collectives(steps[plan.buckets[0]].as_text())
+    jax.eval_shape(known, *[jnp.ones((1, 128, 8, 4))] * 3, jnp.ones((1, 128), int))
+    counts, largest = collectives_of(known)
+    assert (counts, largest) == collectives_of(new_block())
+    # With `jax.checkpoint`, the backward pass exchanges heads and gathers segment ids
+    # again, unless XLA merges the two.
     assert counts["all-to-all"] >= 8
-    # Newer versions of jax recompute the gathered segment ids in the backward pass.
-    assert 1 <= counts["all-gather"] <= 1 + (wrap is jax.checkpoint)
+    assert largest["all-gather"] <= plan.buckets[0].num_tokens
+    if wrap is jax.jit:
+        assert counts["all-gather"] == 1
 
 
 def test_steps_are_called_like_jitted_functions():
