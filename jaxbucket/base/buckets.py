@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import assignment
+from jaxbucket.base import assignment, plan_json
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import (
     MAX_LENGTH,
@@ -26,7 +25,6 @@ from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import TRUNCATING, Overlong, checked_overlong
 from jaxbucket.base.sizes import (
     Lengths,
-    PerSequence,
     Size,
     Sizes,
     check_same_sequences,
@@ -36,7 +34,6 @@ from jaxbucket.base.sizes import (
 
 # `BucketPlan.assign` returns 16-bit integers.
 _MAX_BUCKETS = 2**15 - 1
-_HEADER = {"format": "jaxbucket.BucketPlan", "version": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,12 +399,7 @@ class BucketPlan:
 
     def to_json(self) -> str:
         """Returns the plan as a JSON object; `from_json` is the inverse."""
-        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
-        fields["buckets"] = [bucket.to_list() for bucket in self.buckets]
-        values = {
-            x: dict(y) if isinstance(y, PerSequence) else y for x, y in fields.items()
-        }
-        return json.dumps({**_HEADER, **values})
+        return plan_json.write(self)
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
@@ -420,26 +412,10 @@ class BucketPlan:
           ValueError: if `text` is not valid JSON, does not hold a plan or holds one of
             an unknown version or with unknown fields, or if the plan is invalid.
         """
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or not fields.items() >= _HEADER.items():
-            raise ValueError(
-                f"The JSON is no plan with {_HEADER}. Write it again with "
-                "`plan.to_json()`."
-            )
-        plan = {name: fields[name] for name in fields.keys() - {*_HEADER, "notes"}}
         names = [field.name for field in dataclasses.fields(cls)]
-        wrong = plan.keys() ^ set(names)
-        pairs = plan.pop("buckets", None)
-        if not isinstance(pairs, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 for pair in pairs
-        ):
-            wrong |= {"buckets"}
-        if wrong:
-            raise ValueError(
-                f"The plan has missing, unknown or invalid fields, {sorted(wrong)}. It "
-                f"has {names}, with buckets [B, T]; anything else goes into 'notes'."
-            )
-        return cls(tuple(Bucket(b, t) for b, t in pairs), **plan)
+        fields = plan_json.read(text, names)
+        buckets = tuple(Bucket(b, t) for b, t in fields.pop("buckets"))
+        return cls(buckets, **fields)
 
 
 def _sort_key(bucket: Bucket) -> tuple[int, list[tuple[str, int]]]:

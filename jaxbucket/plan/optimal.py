@@ -1,8 +1,8 @@
 """The boundaries that minimize the cost of an epoch, with a proof where possible.
 
 The search in `branch_and_bound` is pruned by the lower bounds in `lower_bound`. With
-too many buckets and lengths for a full search, initial boundaries follow the density
-that is best for full batches, and the search is restricted to lengths near them.
+too many buckets and lengths for a full search, `dense` provides initial boundaries, and
+the search is restricted to lengths near them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import RULES
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.candidates import Candidates
+from jaxbucket.plan.dense import evenly_dense, near
 from jaxbucket.plan.flow.batch_sizes import Fit
 from jaxbucket.plan.lower_bound import (
     Problem,
@@ -43,9 +44,6 @@ _MAX_COMPARED = 200_000
 # The width of the first search and the factor for each further search. A narrow search
 # is fast, and its result prunes the wider ones.
 _FIRST_WIDTH, _WIDTH_FACTOR = 16, 4
-# Lengths are counted in this many bins for their density, because counts of single
-# lengths are noisy.
-_NUM_BINS = 1024
 
 
 def optimal(candidates: Candidates, num_buckets: int) -> np.ndarray:
@@ -99,7 +97,7 @@ class Optimum:
             dense = self._dense(max_buckets)
             # Only candidates near a good choice, and as many buckets as is feasible.
             size = _feasible_size(len(self._full_problem), len(dense))
-            grid = _near(dense, size, len(self._full_problem))
+            grid = near(dense, size, len(self._full_problem))
             max_buckets = min(len(dense), size // _NARROW)
             self._dense_choice = np.searchsorted(grid, dense)
             self._indices = self._indices[grid]
@@ -180,13 +178,13 @@ class Optimum:
         """Returns a good choice of very many buckets, or of fewer if it is cheaper."""
         problem = self._full_problem
         sizes = [num_buckets * share // 8 for share in (8, 6, 4, 3, 2, 1)]
-        choices = [_evenly_dense(problem, max(1, size)) for size in sizes]
+        choices = [evenly_dense(problem, max(1, size)) for size in sizes]
         best = min(choices, key=problem.epoch_cost)
         size = _feasible_size(len(problem), len(best))
         if size < _WIDE * len(best):
             return best
         # With many candidates per bucket, all boundaries are optimized together.
-        grid = _evenly_dense(problem, size)
+        grid = evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
 
     def full_batch_cost(self) -> float:
@@ -269,30 +267,3 @@ def _known_cost(candidates: Candidates, max_buckets: int) -> float:
     costs = candidates.sizes.padded_costs
     known = costs(alone, np.full(len(alone), candidates.examples[-1])).min().item()
     return min(known, *(costs(x, candidates.counts(x)).sum().item() for x in by_rule))
-
-
-def _evenly_dense(problem: Problem, num_buckets: int) -> np.ndarray:
-    """Returns at most `num_buckets` boundaries: increasing indices, `[K]`.
-
-    At a length with n examples, where the cost of a row increases by r per position,
-    the best bucket width is inversely proportional to the square root of n * r (Panter
-    and Dite, "Quantization distortion in pulse-count modulation with nonuniform spacing
-    of levels", 1951).
-    """
-    last = len(problem) - 1
-    num_bins = min(last, _NUM_BINS)
-    ends = np.unique(np.arange(num_bins + 1) * last // max(num_bins, 1))
-    examples, rates = np.diff(problem.examples[ends]), np.diff(problem.rates[ends])
-    density = np.sqrt(examples.astype(np.float64) * rates)
-    # A small constant keeps the density positive where a boundary saves nothing.
-    density += density.sum() / (1 << 20) + 1
-    total = np.append(0, np.cumsum(density))
-    shares = total[-1] * np.arange(1, num_buckets) / num_buckets
-    return np.unique(np.append(np.interp(shares, total, ends).astype(np.int64), last))
-
-
-def _near(chosen: np.ndarray, size: int, num_candidates: int) -> np.ndarray:
-    """Returns the chosen indices, `[K]`, and their neighbors: about `size` indices."""
-    reach = size // (2 * len(chosen))
-    neighbors = chosen[:, None] + np.arange(-reach, reach + 1)
-    return np.unique(np.clip(neighbors, 0, num_candidates - 1))

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
-from flax.core import meta, unfreeze
+from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.checks import check_function, check_type
-from jaxbucket.compile.absent import is_absent
 from jaxbucket.sharding.mesh import check_mesh, has_shapes, put, replicate
+from jaxbucket.train.linen_variables import init_linen
 
 _PARAMETERS = (
     *(jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.number, float, int),
@@ -206,7 +206,7 @@ def _parts(
         return _Parts(params, frozen, others, graphdef)
     if isinstance(model, linen.Module):
         _check_unused("a Linen module", variables=variables)
-        others = _init_linen(model, sample, rngs, mesh)
+        others = init_linen(model, sample, rngs, mesh)
         params = others.pop("params")
     else:
         _check_unused("plain parameters", sample=sample, rngs=rngs)
@@ -214,72 +214,6 @@ def _parts(
         others = () if variables is None else _as_arrays(unfreeze(dict(variables)))
         params = _as_arrays(model)
     return _Parts(*_split(params, wrt), others)
-
-
-def _init_linen(
-    module: linen.Module, sample: Any, rngs: Any, mesh: Mesh | None
-) -> dict[str, Any]:
-    """Returns the variables of a Linen module, collection -> tree of arrays.
-
-    They do not include values that the module records with `sow` or `perturb`, because
-    a call would append to those of the initialization, or add to them.
-
-    Args:
-      module: the module.
-      sample: the argument of the module, or a tuple of its positional arguments.
-        Arrays and `jax.ShapeDtypeStruct`s stand for zeros of their shape and dtype.
-      rngs: a key, or a dict of keys; None for `jax.random.key(0)`.
-      mesh: the mesh on which the variables are created. They are sharded as
-        `linen.with_partitioning` says, and replicated otherwise.
-    """
-    if sample is None:
-        raise ValueError(
-            f"`sample` is needed to initialize {type(module).__name__}, a Linen "
-            'module. Pass `batches.specs[bucket].features["tokens"]`, for instance.'
-        )
-    rngs = jax.random.key(0) if rngs is None else rngs
-    # A `Batch` is a tuple, too.
-    args = sample if type(sample) is tuple else (sample,)
-
-    def init(rngs: Any) -> Any:
-        with linen.intercept_methods(_without_recording):
-            return unfreeze(module.init(rngs, *jax.tree.map(_zeros, args)))
-
-    shardings = None
-    if mesh is not None:
-        shardings = linen.get_sharding(jax.eval_shape(init, rngs), mesh)
-        # With several processes, jax checks that their keys are the same.
-        replicate(jax.tree.map(_key_data, rngs), mesh)
-    unboxed = jax.jit(lambda x: meta.unbox(init(x)), out_shardings=shardings)
-    if mesh is not None and is_absent(mesh.devices.flat[0]):
-        variables = jax.tree.map(put, jax.eval_shape(unboxed, rngs), shardings)
-    else:
-        variables = unboxed(rngs)
-    if not jax.tree.leaves(variables.get("params")):
-        raise ValueError(f"`model`, a {type(module).__name__}, has no parameters.")
-    return dict(variables)
-
-
-def _key_data(key: Any) -> Any:
-    is_new = jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key)
-    return jax.random.key_data(key) if is_new else key
-
-
-def _without_recording(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Runs a method of a module that can neither `sow` nor `perturb`."""
-    # The module is a copy that Flax makes for this call.
-    object.__setattr__(context.module, "sow", lambda *args, **kwargs: False)
-    object.__setattr__(context.module, "perturb", lambda name, value, *_, **__: value)
-    return next_fun(*args, **kwargs)
-
-
-def _zeros(leaf: Any) -> Any:
-    # The local rows of processes differ, but all must run the same program.
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-        return leaf
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(0), leaf.shape)
-    return jnp.zeros(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def checked_state(state: Any) -> TrainState:
