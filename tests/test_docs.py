@@ -96,7 +96,8 @@ def test_files_and_folders_that_pages_name_exist():
 
 
 def test_the_messages_of_the_faq_are_those_of_the_library():
-    code = "".join(path.read_text() for path in (ROOT / "jaxbucket").rglob("*.py"))
+    package = pathlib.Path(jb.__file__).parent
+    code = "".join(path.read_text() for path in package.rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings over several lines
     messages = re.findall(r'^\| "(.+)" \|', PAGES["faq"], re.MULTILINE)
     assert len(messages) > 10
