@@ -21,7 +21,8 @@ def shortest(lengths: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
       seq_lens: `[K]` increasing integers, the T.
     """
     # With equal dtypes, searchsorted does not convert the long array.
-    edges = np.minimum(seq_lens, MAX_LENGTH).astype(lengths.dtype)
+    most = min(MAX_LENGTH, np.iinfo(lengths.dtype).max)
+    edges = np.minimum(seq_lens, most).astype(lengths.dtype)
     index = np.empty(lengths.size, np.int16)
     for start in range(0, lengths.size, _CHUNK):
         part = slice(start, start + _CHUNK)

@@ -285,7 +285,8 @@ class BucketPlan:
             chunk. With several sequences, a mapping from sequence name to `[N]`.
 
         Returns:
-          `[N]`, or `[N, Q]` with a column for each of several sequences.
+          `[N]`, the same array if it has one of numpy's integer dtypes; or `[N, Q]`
+          with a column for each of several sequences.
 
         Raises:
           ValueError: if the lengths are not positive integers, or if no bucket holds
@@ -295,7 +296,7 @@ class BucketPlan:
             columns = lengths_matrix(lengths, self.sequences)
             self._assign_several(columns)
             return columns
-        lengths = check_lengths(cast(ArrayLike, lengths))
+        lengths = check_lengths(cast(ArrayLike, lengths), keep=True)
         if self.overlong in ("error", "split"):
             check_longest(lengths, self.max_seq_len, is_split=self.overlong == "split")
         return lengths
@@ -371,7 +372,8 @@ class BucketPlan:
         """
         is_cut = [self.policy(name) in TRUNCATING for name in self.sequences or (None,)]
         limits = np.where(is_cut, self.seq_lens.max(axis=0), MAX_LENGTH)
-        limits = np.minimum(limits, MAX_LENGTH).astype(lengths.dtype)
+        most = min(MAX_LENGTH, np.iinfo(lengths.dtype).max)
+        limits = np.minimum(limits, most).astype(lengths.dtype)
         return np.minimum(lengths, limits)
 
     def kept_lengths(self, lengths: Lengths) -> np.ndarray:

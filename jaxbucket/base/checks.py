@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def check_lengths(
-    lengths: ArrayLike, name: str = "lengths", least: int = 1
+    lengths: ArrayLike, name: str = "lengths", least: int = 1, keep: bool = False
 ) -> np.ndarray:
     """Returns `lengths` as an int32 or int64 array `[N]`, after checking it.
 
@@ -31,6 +31,7 @@ def check_lengths(
       lengths: `[N]` integers, one per example.
       name: the name of the argument, for messages.
       least: the least length, 0 if an example may lack this sequence.
+      keep: whether to keep a narrow or unsigned dtype, such as that of a memory map.
     """
     array = np.asarray(lengths)
     if array.ndim != 1:
@@ -53,7 +54,9 @@ def check_lengths(
             f"{MAX_LENGTH}. Remove the example or measure it again."
         )
     # Narrow and unsigned dtypes cannot represent every T.
-    return array if array.dtype in (np.int32, np.int64) else array.astype(np.int32)
+    is_known = array.dtype in (np.int32, np.int64)
+    keep = is_known or keep and array.dtype != np.uint64
+    return array if keep else array.astype(np.int32)
 
 
 def check_longest(

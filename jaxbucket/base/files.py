@@ -1,4 +1,7 @@
-"""Files and folders that appear under their name only once they are complete."""
+"""Files and folders that appear under their name only once they are complete.
+
+Processes of a host share large arrays through such files.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ import os
 import pathlib
 import shutil
 import uuid
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from jaxbucket.base.notes import Noting
 
 _SUFFIX = ".partial"
 
@@ -76,3 +85,75 @@ def drafts(path: pathlib.Path) -> list[pathlib.Path]:
     """Returns the drafts of `path` that unfinished calls have left."""
     pattern = f"{glob.escape(path.name)}.{'[0-9a-f]' * 32}{_SUFFIX}"
     return list(path.parent.glob(pattern))
+
+
+def shared_array(
+    path: pathlib.Path | None,
+    size: int,
+    dtype: DTypeLike,
+    fill: Callable[[np.ndarray], None],
+) -> np.ndarray:
+    """Returns an array in a file, which all processes of a host map.
+
+    One of the processes that call this at the same time writes the file, if it is
+    missing, and the others wait for it. If it cannot be written, each process has an
+    array of its own, after a warning.
+
+    Args:
+      path: the file, whose name identifies the values; None for an array in memory.
+      size: the number of elements.
+      dtype: the dtype of the elements.
+      fill: writes all elements of `[size]`.
+    """
+    if path is not None:
+        try:
+            with _locked(path):
+                if not path.exists():
+                    _write_array(path, size, dtype, fill)
+        except OSError as error:
+            warnings.warn(
+                f"`{path}`, an array that processes of a host would share, cannot be "
+                f"written: {error}. Each process has a copy of its own.",
+                stacklevel=2,
+            )
+        else:
+            with Noting(f"This is {path}. Delete it, so that it is written again."):
+                return np.asarray(np.load(path, mmap_mode="r"))
+    values = np.empty(size, dtype)
+    fill(values)
+    return values
+
+
+def _write_array(
+    path: pathlib.Path,
+    size: int,
+    dtype: DTypeLike,
+    fill: Callable[[np.ndarray], None],
+) -> None:
+    for draft in drafts(path):
+        delete(draft)
+    with complete(path) as draft:
+        values = np.lib.format.open_memmap(draft, "w+", dtype, (size,))
+        # Without it, writing to a map on a full disk would kill the process.
+        if hasattr(os, "posix_fallocate"):
+            with draft.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)
+        fill(values)
+        values.flush()
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Lets one process of a host at a time be in the block for `path`."""
+    try:
+        import fcntl
+    except ImportError:
+        # Windows, where several processes may write the same values.
+        yield
+        return
+    lock = path.with_name(f"{path.name}.lock")
+    with lock.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        # A process that waits for it, or locks a new one, finds the file.
+        delete(lock)

@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.length_counts import LengthCounts
 
 Value = TypeVar("Value")
 # One length per example, or one per example for each sequence by name.
 Lengths: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
+# The same, or the number of examples of each length.
+Counted: TypeAlias = LengthCounts | Lengths
 
 
 class PerSequence(Mapping[str, Value]):

@@ -16,6 +16,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
 from jaxbucket.base.digest import digest
+from jaxbucket.base.length_counts import chunks
 from jaxbucket.schedule.example_draws import BatchDraws
 
 
@@ -143,7 +144,8 @@ class Schedule(abc.ABC):
     def data_fingerprint(self) -> str:
         """32 hex digits that identify the lengths, for any integer dtype."""
         columns = [self.lengths] if self.parts is None else self.parts.values()
-        return digest(*(np.ascontiguousarray(x, "<i4").data for x in columns))
+        parts = (part for column in columns for part in chunks(column))
+        return digest(*(np.ascontiguousarray(part, "<i4").data for part in parts))
 
     @property
     def fingerprint(self) -> str:

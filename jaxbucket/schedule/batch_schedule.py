@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,7 +84,10 @@ class BatchSchedule(Schedule):
     its examples are.
 
     A schedule stores 4 bytes per example. It refers to the `lengths` of one sequence
-    instead of copying the array, so do not modify the array afterwards.
+    instead of copying the array, so do not modify the array afterwards. If `lengths` is
+    a memory map, such as `np.load("lengths.npy", mmap_mode="r")` of uint16, these 4
+    bytes are in a file beside it, too, which is written once (`lengths-*.rows.npy`), so
+    that all processes of a host share one copy of both.
 
     Attributes:
       plan: the buckets.
@@ -167,7 +171,7 @@ class BatchSchedule(Schedule):
             )
         self.accumulate = check_accumulate(accumulate)
         self.group: Group = group
-        self._set_rows(columns)
+        self._set_rows(columns, lengths)
         first = self._largest_batch() if largest_first else None
         self._epochs = self._order.epoch_order(
             self._rows, total_lengths(self._row_lengths), self.seed, first
@@ -183,11 +187,12 @@ class BatchSchedule(Schedule):
 
         return int(batches[: max(np.flatnonzero(batches).tolist(), key=size)].sum())
 
-    def _set_rows(self, columns: np.ndarray) -> None:
+    def _set_rows(self, columns: np.ndarray, lengths: Lengths) -> None:
         """Assigns the examples, or packed rows, to the rows of batches.
 
         Args:
           columns: `[N]` lengths, or `[N, Q]` of several sequences.
+          lengths: the argument of the user.
         """
         plan, packing = self.plan, self.packing
         # `[R]`, or `[R, Q]` with a column for each of several sequences.
@@ -213,7 +218,17 @@ class BatchSchedule(Schedule):
             batches_per_step=self._batches_per_step,
             packed=self._packed_rows,
             subset=self.subset if packing is None else None,
+            stored=self._stored(lengths) if packing is None else None,
         )
+
+    def _stored(self, lengths: Any) -> pathlib.Path | None:
+        """Returns the file of what processes of a host share, or None without a map."""
+        if not isinstance(lengths, np.memmap) or lengths.filename is None:
+            return None
+        what = [self._order.within, self.plan.fingerprint, self.data_fingerprint]
+        what.append(self.config()["subset"] or "")
+        path = pathlib.Path(lengths.filename)
+        return path.with_name(f"{path.stem}-{digest(repr(what).encode())}.rows.npy")
 
     @property
     def _repeats(self) -> bool:

@@ -1,23 +1,27 @@
 """The rows of an epoch: which examples fill each batch of each bucket.
 
-Rows are numbered within a bucket, through all of its batches. Batches are numbered over
-all buckets, starting with those of the first bucket. The numbers of rows and batches
-are the same in every epoch; the example in a row may differ.
+The numbers of rows and batches are the same in every epoch; the example in a row may
+differ.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.files import shared_array
+from jaxbucket.base.length_counts import chunks
 from jaxbucket.base.permutation import fold, permute
 from jaxbucket.base.sizes import total_lengths
-from jaxbucket.plan.flow.remainder import Remainder, epoch_flow
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report
+from jaxbucket.schedule.epoch_batches import EpochBatches
 from jaxbucket.schedule.pacing import Unit
 from jaxbucket.schedule.packed_rows import PackedRows
 
@@ -31,8 +35,8 @@ def shuffled_slots(seed: int, epoch: int) -> Slots:
     return lambda bucket, row, size: permute(row, size, fold(seed, epoch, bucket))
 
 
-class EpochRows:
-    """Maps rows to examples.
+class EpochRows(EpochBatches):
+    """The batches of an epoch, and the examples in their rows.
 
     A bucket has a slot for each of its own examples, followed by a slot for each row
     that other buckets promote to it. Each row takes one slot, either in order or by a
@@ -44,18 +48,11 @@ class EpochRows:
       lengths: `[N]` integers that the plan accepts, or `[N, Q]`.
       remainder: the policy for examples that do not fill a batch.
       within: how the examples of a bucket are sorted.
-      group: the number of batches of a bucket that are treated as one batch here.
-      batches_per_step: the number of batches in a step.
+      group, batches_per_step: as for `EpochBatches`.
       packed: the examples of packed rows; None if a row is an example.
       subset: `[N]` bool, the examples of an epoch; None for all.
-
-    Attributes:
-      plan: the buckets.
-      sizes: `[K]` int64, the rows of a full batch of each bucket.
-      flow: the number of rows and batches of each bucket.
-      num_batches: the number of batches in one epoch.
-      batches_per_step: the number of batches in a step.
-      steps_per_epoch: the number of steps in one epoch.
+      stored: the file of a copy of the examples by bucket that the processes of a host
+        share; None if this process has its own.
     """
 
     def __init__(
@@ -69,27 +66,28 @@ class EpochRows:
         batches_per_step: int = 1,
         packed: PackedRows | None = None,
         subset: np.ndarray | None = None,
+        stored: pathlib.Path | None = None,
     ):
-        self.plan = plan
-        self.sizes = plan.batch_sizes * group
         self._group, self._packed = group, packed
         self._lengths = lengths if subset is None else lengths[subset]
         self._remainder: Remainder = remainder
         self._num_examples = len(lengths)
-        self._examples, counts = examples_by_bucket(plan, lengths, within, subset)
+        counts = bucket_counts(plan, lengths, subset)
+        super().__init__(
+            plan,
+            counts,
+            remainder=remainder,
+            group=group,
+            batches_per_step=batches_per_step,
+        )
+        self._examples = shared_array(
+            stored,
+            int(counts.sum()),
+            np.uint32 if len(lengths) <= 2**32 else np.int64,
+            lambda out: sort_by_bucket(out, plan, lengths, counts, within, subset),
+        )
         self._offsets = np.cumsum(counts) - counts
-        self.flow = epoch_flow(plan, counts, self.sizes, plan.costs, remainder)
-        self.num_batches = self.flow.num_batches
-        self.batches_per_step = batches_per_step
-        self.steps_per_epoch = -(-self.num_batches // batches_per_step)
-        self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
         self._promoted = self.flow.promoted.tolist()
-        if not self.num_batches:
-            raise ValueError(
-                f"`overlong={plan.overlong!r}` and `remainder={remainder!r}` leave out "
-                "every example: all are too long, or no bucket has a full batch. Plan "
-                "with a larger `max_seq_len` or a smaller `max_tokens`."
-            )
 
     @functools.cached_property
     def tokens_per_epoch(self) -> int:
@@ -128,17 +126,6 @@ class EpochRows:
           `[N]` numbers, which are `values` unless rows are packed.
         """
         return values if self._packed is None else self._packed.largest(values, epoch)
-
-    def bucket_of(self, batch: int | np.ndarray) -> np.ndarray:
-        """Returns the index of the bucket of each batch."""
-        return np.searchsorted(self._first_batch, batch, side="right") - 1
-
-    def batch_rows(self, batch: int) -> tuple[int, np.ndarray]:
-        """Returns the bucket of a batch, and the numbers of its non-empty rows."""
-        bucket = int(self.bucket_of(batch))
-        first = (batch - int(self._first_batch[bucket])) * int(self.sizes[bucket])
-        last = min(first + int(self.sizes[bucket]), int(self.flow.rows[bucket]))
-        return bucket, np.arange(first, last)
 
     def is_kept(self) -> np.ndarray | None:
         """Returns whether each example takes part, `[N]` bool; None if all do."""
@@ -195,45 +182,77 @@ class EpochRows:
             start = end
 
 
-def examples_by_bucket(
+def bucket_counts(
+    plan: BucketPlan, lengths: np.ndarray, subset: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the number of examples that the plan assigns to each bucket, `[K]`."""
+    counts = np.zeros(len(plan) + 1, np.int64)
+    for _, index in _assigned(plan, lengths, subset):
+        counts += np.bincount(index + 1, minlength=len(counts))
+    return counts[1:]
+
+
+def sort_by_bucket(
+    out: np.ndarray,
     plan: BucketPlan,
     lengths: np.ndarray,
+    counts: np.ndarray,
     within: Within = "source",
     subset: np.ndarray | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns all examples that the plan keeps, sorted by bucket.
+) -> None:
+    """Writes all examples that the plan keeps, sorted by bucket.
 
     Example:
       >>> from jaxbucket import Bucket
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
-      >>> examples_by_bucket(plan, np.array([9, 8, 16, 3, 5]), "descending")[0]
+      >>> lengths, examples = np.array([9, 8, 16, 3, 5]), np.empty(5, np.uint32)
+      >>> counts = bucket_counts(plan, lengths)
+      >>> sort_by_bucket(examples, plan, lengths, counts, "descending")
+      >>> examples
       array([1, 4, 3, 2, 0], dtype=uint32)
 
     Args:
+      out: `[N']` integers, where to write the examples.
       plan: the buckets.
       lengths: `[N]` integers that the plan accepts, or `[N, Q]` with a column for each
         of several sequences.
+      counts: `[K]` integers, the result of `bucket_counts`, whose sum is N'.
       within: how the examples of a bucket are sorted: in "source" order, or
         "ascending" or "descending" by (total) length. Ties stay in source order.
-      subset: `[N]` bool, the examples to return; None for all. The plan has to accept
+      subset: `[N]` bool, the examples to write; None for all. The plan has to accept
         only these.
-
-    Returns:
-      `[N']` uint32 examples (int64 for more than 2**32 lengths), and `[K]` int64
-      numbers of examples per bucket.
     """
-    bucket = plan.assign(lengths if subset is None else lengths[subset])
-    # numpy uses a radix sort, which is linear, for 16-bit integers.
-    examples = np.argsort(bucket, kind="stable")
-    ends = np.searchsorted(bucket[examples], np.arange(len(plan) + 1))
-    examples = examples[ends[0] :]
-    if subset is not None:
-        examples = np.flatnonzero(subset)[examples]
-    examples = examples.astype(np.uint32 if len(lengths) <= 2**32 else np.int64)
-    if within != "source":
-        sign = -1 if within == "descending" else 1
-        totals = total_lengths(lengths)
-        for part in np.split(examples, ends[1:-1] - ends[0]):
-            key = sign * totals[part].astype(np.int64)
-            part[:] = part[np.argsort(key, kind="stable")]
-    return examples, np.diff(ends)
+    ends = np.cumsum(counts)
+    places = ends - counts
+    for start, index in _assigned(plan, lengths, subset):
+        # numpy uses a radix sort, which is linear, for 16-bit integers.
+        order = np.argsort(index, kind="stable")
+        edges = np.searchsorted(index[order], np.arange(len(plan) + 1)).tolist()
+        for bucket, (first, last) in enumerate(itertools.pairwise(edges)):
+            place = places[bucket]
+            out[place : place + last - first] = start + order[first:last]
+        places += np.diff(edges)
+    if within == "source":
+        return
+    sign, totals = -1 if within == "descending" else 1, total_lengths(lengths)
+    for part in np.split(out, ends[:-1]):
+        key = sign * totals[part].astype(np.int64)
+        part[:] = part[np.argsort(key, kind="stable")]
+
+
+def _assigned(
+    plan: BucketPlan, lengths: np.ndarray, subset: np.ndarray | None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yields the first of consecutive examples, and their buckets, `[n]` int16."""
+    start = 0
+    for part in chunks(lengths):
+        stop = start + len(part)
+        if subset is None:
+            index = plan.assign(part)
+        else:
+            is_used = subset[start:stop]
+            index = np.full(len(part), -1, np.int16)
+            if is_used.any():
+                index[is_used] = plan.assign(part[is_used])
+        yield start, index
+        start = stop

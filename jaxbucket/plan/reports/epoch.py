@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import (
-    check_accumulate,
-    check_choice,
-    check_lengths,
-)
+from jaxbucket.base.checks import check_accumulate, check_choice
+from jaxbucket.base.length_counts import LengthCounts, chunks
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.sizes import Lengths, total_lengths
-from jaxbucket.plan.chunks import chunk_lengths, last_chunks
+from jaxbucket.base.sizes import Counted, Lengths, lengths_matrix
+from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.flow.remainder import (
     Remainder,
     RowFlow,
@@ -38,7 +35,7 @@ _CHANGES = (
 
 def report(
     plan: BucketPlan,
-    lengths: Lengths,
+    lengths: Counted,
     *,
     remainder: Remainder = "cheapest",
     accumulate: int = 1,
@@ -59,8 +56,9 @@ def report(
     Args:
       plan: the shapes.
       lengths: `[N]` integers, one per example: the lengths that the plan was made for,
-        or others. With several sequences, a mapping from sequence name to `[N]`. Under
-        `overlong="split"`, one per example or one per chunk.
+        or others; or their `LengthCounts`. With several sequences, a mapping from
+        sequence name to `[N]`. Under `overlong="split"`, one per example or one per
+        chunk.
       remainder: what happens to examples that do not fill a batch: "cheapest" moves
         them to longer buckets if that costs less, "promote" always moves them, "pad"
         leaves them in batches with empty rows, and "drop" leaves them out. "repeat" is
@@ -80,16 +78,8 @@ def report(
             "pass `plan.unpacked` with the lengths of rows."
         )
     accumulate = check_accumulate(accumulate)
-    # Full chunks are only counted, because their lengths may not fit in memory.
-    rows, full = lengths, 0
-    if plan.overlong == "split":
-        lengths = check_lengths(cast(ArrayLike, lengths))
-        rows, full = last_chunks(lengths, plan.max_seq_len)
-    rows = plan.check(rows)
-    index = plan.assign(rows)
-    counts, by_sequence = _by_bucket(plan, index, plan.truncated(rows))
-    counts[-1] += full
-    by_sequence[-1] += full * int(plan.tokens_per_row[-1])
+    tally = _Tally.of(plan, lengths)
+    counts, by_sequence = tally.examples, tally.tokens
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
     sizes = plan.batch_sizes * together
@@ -101,7 +91,6 @@ def report(
     real = int(kept.sum())
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
     in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
-    split = int(np.count_nonzero(np.asarray(lengths) > plan.max_seq_len)) if full else 0
     return Report(
         buckets=_bucket_reports(plan, flow, batches, tokens),
         steps_per_epoch=steps,
@@ -116,11 +105,9 @@ def report(
         * int((batches * plan.batch_sizes - flow.rows).sum()),
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
-        split_examples=split,
-        chunks=split + full,
         sequence_tokens=tokens_by_name(plan.sequences, kept),
         wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, together)),
-        **_dropped_and_truncated(plan, rows, index),
+        **tally.changes,
     )
 
 
@@ -134,25 +121,6 @@ def _steps(
     filler = plan.buckets.index(filler_bucket(plan))
     batches[filler] += steps * accumulate - batches.sum()
     return steps, batches
-
-
-def _dropped_and_truncated(
-    plan: BucketPlan, rows: np.ndarray, index: np.ndarray
-) -> dict[str, Any]:
-    """Returns the fields of a `Report` about examples that are dropped or truncated.
-
-    Args:
-      plan: the shapes.
-      rows: `[N]` or `[N, Q]` integers, the lengths.
-      index: `[N]` integers, the bucket of each example, -1 for one that is dropped.
-    """
-    cut = (total_lengths(rows) - total_lengths(plan.truncated(rows)))[index >= 0]
-    cut = cut[cut > 0]
-    return {
-        "dropped_examples": int(np.count_nonzero(index < 0)),
-        "truncated_examples": len(cut),
-        "truncated_tokens": int(cut.sum()),
-    }
 
 
 def _wasteful_limits(
@@ -177,15 +145,73 @@ def _wasteful_limits(
         )
 
 
-def changed_examples(plan: BucketPlan, lengths: Lengths) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True)
+class _Tally:
+    """The examples of a plan, counted by bucket.
+
+    Attributes:
+      examples: `[K]` int64, the examples or chunks that are assigned to each bucket.
+      tokens: `[K, Q]` int64, the real tokens of each of their sequences.
+      changes: the fields of a `Report` about examples that are left out, truncated or
+        split.
+    """
+
+    examples: np.ndarray
+    tokens: np.ndarray
+    changes: dict[str, int]
+
+    @classmethod
+    def of(cls, plan: BucketPlan, lengths: Counted) -> _Tally:
+        """Counts the examples of a plan with any number of examples."""
+        examples = np.zeros(len(plan) + 1, np.int64)
+        tokens = np.zeros((len(plan) + 1, plan.seq_lens.shape[1]), np.int64)
+        changes = dict.fromkeys(_CHANGES, 0)
+        longest = plan.seq_lens[-1, 0]
+        for rows, numbers in _parts(plan, lengths):
+            if plan.overlong == "split":
+                is_split = rows > longest
+                full = (rows - 1) // longest * numbers
+                # Full chunks are only counted.
+                rows = (rows - 1) % longest + 1
+                examples[-1] += full.sum()
+                tokens[-1] += full.sum() * longest
+                changes["split_examples"] += int(numbers[is_split].sum())
+                changes["chunks"] += int((full + numbers)[is_split].sum())
+            index = plan.assign(rows)
+            kept = plan.truncated(rows).reshape(len(rows), -1)
+            np.add.at(examples, index + 1, numbers)
+            np.add.at(tokens, index + 1, kept * numbers[:, None])
+            total = rows.reshape(kept.shape).sum(axis=1)
+            cut = np.where(index < 0, 0, total - kept.sum(axis=1))
+            changes["dropped_examples"] += int(numbers[index < 0].sum())
+            changes["truncated_examples"] += int(numbers[cut > 0].sum())
+            changes["truncated_tokens"] += int((cut * numbers).sum())
+        return cls(examples[1:], tokens[1:], changes)
+
+
+def _parts(
+    plan: BucketPlan, lengths: Counted
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields lengths, `[n]` or `[n, Q]` int64, and the number of examples of each."""
+    if not plan.sequences:
+        if not isinstance(lengths, LengthCounts) and plan.overlong != "split":
+            # Names the example in messages.
+            plan.check(cast(Lengths, lengths))
+        counted = LengthCounts.of(lengths)
+        yield counted.lengths, counted.counts
+        return
+    for part in chunks(lengths_matrix(lengths, plan.sequences)):
+        yield part.astype(np.int64), np.ones(len(part), np.int64)
+
+
+def changed_examples(plan: BucketPlan, lengths: Counted) -> dict[str, int]:
     """Returns the fields of a `Report` about examples left out, truncated or split.
 
     Args:
       plan: the shapes.
       lengths: as for `report`.
     """
-    epoch = report(plan.unpacked, lengths)
-    return {name: getattr(epoch, name) for name in _CHANGES}
+    return _Tally.of(plan, lengths).changes
 
 
 def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
@@ -193,27 +219,6 @@ def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
     if plan.overlong != "split":
         return lengths
     return chunk_lengths(lengths, plan.max_seq_len)
-
-
-def _by_bucket(
-    plan: BucketPlan, index: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns each bucket's examples `[K]`, and the tokens of each sequence `[K, Q]`.
-
-    Args:
-      plan: the shapes.
-      index: `[N]` integers, the bucket of each example, -1 for one that is dropped.
-      lengths: `[N]` or `[N, Q]` integers, the tokens of each example.
-    """
-    index, size = index + 1, len(plan) + 1
-    columns = lengths.reshape(len(lengths), -1).T
-
-    def sums(values: np.ndarray) -> np.ndarray:
-        return np.bincount(index, weights=values, minlength=size).astype(np.int64)
-
-    # In two parts, because the weights are float64, which is exact up to 2**53.
-    tokens = [sums(x & 0xFFFF) + (sums(x >> 16) << 16) for x in columns]
-    return np.bincount(index, minlength=size)[1:], np.stack(tokens, axis=1)[1:]
 
 
 def _bucket_reports(

@@ -1,0 +1,105 @@
+"""`LengthCounts`: how many examples have each length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.checks import check_lengths
+
+# Up to this length, lengths are counted in a table.
+_MAX_TABLE = 1 << 24
+# The number of examples that are processed at a time, which limits the memory.
+_CHUNK = 1 << 20
+
+
+class LengthCounts:
+    """How many examples have each length, a histogram.
+
+    Plans, reports and simulations depend on nothing else, so functions that take
+    `lengths` of one sequence to plan for them also take this, for any number of
+    examples.
+
+    Example:
+      >>> counts = LengthCounts({512: 3_000_000_000, 128: 7_000_000_000})
+      >>> counts.lengths, counts.num_examples
+      (array([128, 512]), 10000000000)
+
+    Args:
+      counts: a mapping from length to number of examples; or `[N]` integers, the
+        lengths themselves, which are counted.
+      name: the name of the argument, for messages.
+
+    Attributes:
+      lengths: `[V]` int64, the different lengths, increasing.
+      counts: `[V]` int64, the number of examples of each.
+
+    Raises:
+      ValueError: if a length or a count is not a positive integer, or none is left. A
+        count of 0 leaves out its length.
+    """
+
+    def __init__(self, counts: Mapping[int, int] | ArrayLike, name: str = "lengths"):
+        if isinstance(counts, Mapping):
+            self.lengths, self.counts = _of_mapping(counts, name)
+        else:
+            self.lengths, self.counts = _counted(check_lengths(counts, name, keep=True))
+
+    @classmethod
+    def of(cls, lengths: Any) -> LengthCounts:
+        """Returns `lengths` if they are counted already, or else their counts."""
+        return lengths if isinstance(lengths, LengthCounts) else cls(lengths)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples."""
+        return int(self.counts.sum())
+
+    def __repr__(self) -> str:
+        return (
+            f"LengthCounts({self.num_examples} examples of {len(self.lengths)} lengths "
+            f"from {self.lengths[0]} to {self.lengths[-1]})"
+        )
+
+
+def _of_mapping(
+    counts: Mapping[int, int], name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.array(list(counts.values()))
+    if numbers.dtype.kind not in "iu" or not numbers.any() or (numbers < 0).any():
+        raise ValueError(
+            f"`{name}` is a mapping with the values {list(counts.values())[:8]}. Pass "
+            "length -> number of examples, not all 0; or for several sequences, the "
+            "name of each -> its lengths [N]."
+        )
+    used = [length for length, number in counts.items() if number]
+    lengths = check_lengths(np.array(used), name).astype(np.int64)
+    order = np.argsort(lengths)
+    return lengths[order], numbers[numbers > 0].astype(np.int64)[order]
+
+
+def _counted(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different lengths and their counts, `[V]` int64 each."""
+    last = int(lengths.max())
+    if last <= _MAX_TABLE:
+        table = np.zeros(last + 1, np.int64)
+        for part in chunks(lengths):
+            found = np.bincount(part)
+            table[: len(found)] += found
+        values = np.flatnonzero(table)
+        return values, table[values]
+    parts = [np.unique(part, return_counts=True) for part in chunks(lengths)]
+    every, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
+    values, places = np.unique(every, return_inverse=True)
+    counts = np.zeros(len(values), np.int64)
+    np.add.at(counts, places, numbers)
+    return values.astype(np.int64), counts
+
+
+def chunks(values: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields consecutive parts of an array, of any number of examples."""
+    for start in range(0, len(values), _CHUNK):
+        yield values[start : start + _CHUNK]
