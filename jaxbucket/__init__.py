@@ -16,6 +16,7 @@ from jaxbucket import packing as packing
 from jaxbucket import plan as plan
 from jaxbucket import schedule as schedule
 from jaxbucket import sharding as sharding
+from jaxbucket import simulate as simulate
 from jaxbucket import sort as sort
 from jaxbucket import stream as stream
 from jaxbucket import testing as testing
@@ -30,6 +31,7 @@ with _lazy_names(globals()):
     from jaxbucket.base.batch import Batch as Batch
     from jaxbucket.base.bucket import Bucket as Bucket
     from jaxbucket.base.buckets import BucketPlan as BucketPlan
+    from jaxbucket.base.length_counts import LengthCounts as LengthCounts
     from jaxbucket.compile.steps import compile_steps as compile_steps
     from jaxbucket.data.measure import measure_lengths as measure_lengths
     from jaxbucket.data.pipeline import batch_dataset as batch_dataset

@@ -19,10 +19,14 @@ PACKAGES = {
     "__main__": ({"cli"}, set()),
     "cli": (
         {
-            *("sharding", "sort", "data", "schedule", "packing", "compile", "plan"),
-            *("distributed", "base"),
+            *("simulate", "sharding", "sort", "data", "schedule", "packing", "compile"),
+            *("plan", "distributed", "base"),
         },
         {"numpy", "click", "rich", "matplotlib"},
+    ),
+    "simulate": (
+        {"schedule", "plan", "optim", "base"},
+        {"numpy", "rich", "matplotlib"},
     ),
     "testing": ({"train", "base"}, {"numpy", "jax", "optax", "etils"}),
     "train": (

@@ -36,6 +36,8 @@ class LengthCounts:
     Attributes:
       lengths: `[V]` int64, the different lengths, increasing.
       counts: `[V]` int64, the number of examples of each.
+      given: `[N]` integers, the lengths that were counted, so that messages can name
+        one of them.
 
     Raises:
       ValueError: if a length or a count is not a positive integer, or none is left. A
@@ -44,9 +46,12 @@ class LengthCounts:
 
     def __init__(self, counts: Mapping[int, int] | ArrayLike, name: str = "lengths"):
         if isinstance(counts, Mapping):
-            self.lengths, self.counts = _of_mapping(counts, name)
+            pairs = _of_mapping(counts, name)
+            self.given = pairs[0]
         else:
-            self.lengths, self.counts = _counted(check_lengths(counts, name, keep=True))
+            self.given = check_lengths(counts, name, keep=True)
+            pairs = _counted(self.given)
+        self.lengths, self.counts = merged(*pairs)
 
     @classmethod
     def of(cls, lengths: Any) -> LengthCounts:
@@ -58,6 +63,13 @@ class LengthCounts:
         """The number of examples."""
         return int(self.counts.sum())
 
+    def spread(self, number: int) -> np.ndarray:
+        """Returns lengths at equal distances in sorted order, at most `number`."""
+        total = self.num_examples
+        places = np.linspace(0, total - 1, min(number, total)).astype(np.int64)
+        ends = np.cumsum(self.counts)
+        return self.lengths[np.searchsorted(ends, places, side="right")]
+
     def __repr__(self) -> str:
         return (
             f"LengthCounts({self.num_examples} examples of {len(self.lengths)} lengths "
@@ -65,9 +77,7 @@ class LengthCounts:
         )
 
 
-def _of_mapping(
-    counts: Mapping[int, int], name: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.ndarray]:
     numbers = np.array(list(counts.values()))
     if numbers.dtype.kind not in "iu" or not numbers.any() or (numbers < 0).any():
         raise ValueError(
@@ -76,27 +86,42 @@ def _of_mapping(
             "name of each -> its lengths [N]."
         )
     used = [length for length, number in counts.items() if number]
-    lengths = check_lengths(np.array(used), name).astype(np.int64)
-    order = np.argsort(lengths)
-    return lengths[order], numbers[numbers > 0].astype(np.int64)[order]
+    return check_lengths(np.array(used), name), numbers[numbers > 0]
 
 
 def _counted(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the different lengths and their counts, `[V]` int64 each."""
+    """Returns lengths and how often they occur; a large one may be there repeatedly."""
     last = int(lengths.max())
-    if last <= _MAX_TABLE:
-        table = np.zeros(last + 1, np.int64)
-        for part in chunks(lengths):
-            found = np.bincount(part)
-            table[: len(found)] += found
-        values = np.flatnonzero(table)
-        return values, table[values]
-    parts = [np.unique(part, return_counts=True) for part in chunks(lengths)]
-    every, numbers = (np.concatenate(column) for column in zip(*parts, strict=True))
-    values, places = np.unique(every, return_inverse=True)
-    counts = np.zeros(len(values), np.int64)
-    np.add.at(counts, places, numbers)
-    return values.astype(np.int64), counts
+    if last > _MAX_TABLE:
+        parts = [np.unique(part, return_counts=True) for part in chunks(lengths)]
+        values, counts = map(np.concatenate, zip(*parts, strict=True))
+        return values, counts
+    table = np.zeros(last + 1, np.int64)
+    for part in chunks(lengths):
+        found = np.bincount(part)
+        table[: len(found)] += found
+    values = np.flatnonzero(table)
+    return values, table[values]
+
+
+def merged(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the different lengths, `[V]` int64 increasing, and their total counts.
+
+    Example:
+      >>> merged(np.array([5, 3, 5]), np.array([1, 2, 1]))
+      (array([3, 5]), array([2, 2]))
+
+    Args:
+      lengths: `[n]` integers.
+      counts: `[n]` integers, the examples of each.
+    """
+    lengths, counts = lengths.astype(np.int64), counts.astype(np.int64)
+    if (np.diff(lengths) > 0).all():
+        return lengths, counts
+    values, places = np.unique(lengths, return_inverse=True)
+    totals = np.zeros(len(values), np.int64)
+    np.add.at(totals, places, counts)
+    return values, totals
 
 
 def chunks(values: np.ndarray) -> Iterator[np.ndarray]:

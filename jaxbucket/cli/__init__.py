@@ -13,6 +13,7 @@ from jaxbucket.cli.measure import measure
 from jaxbucket.cli.plan import plan
 from jaxbucket.cli.precompile import precompile
 from jaxbucket.cli.report import report
+from jaxbucket.cli.simulate import simulate
 
 
 class _Group(click.Group):
@@ -52,5 +53,5 @@ def main() -> None:
     """
 
 
-for _command in (measure, plan, compare, report, fit, precompile):
+for _command in (measure, plan, compare, report, simulate, fit, precompile):
     main.add_command(_command)

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import click
 
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.policies import GROUPS, OVERLONG
 from jaxbucket.data.length_files import read_lengths, suffix_of
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
@@ -171,6 +172,8 @@ _LIMITS = _all_of(
         help="What to do with examples longer than the last bucket; truncate keeps "
         "their first tokens, and truncate_left the last.",
     ),
+)
+_COSTS = _all_of(
     click.option(
         "--width",
         type=POSITIVE,
@@ -258,13 +261,34 @@ def limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_limits(**options: Any) -> Any:
-        names = inspect.signature(_cost_fn).parameters
-        cost_fn = _cost_fn(**{name: options.pop(name) for name in names})
+        cost_fn = _popped_cost_fn(options)
         fields = [field.name for field in dataclasses.fields(Limits)]
         limits = {name: options.pop(name) for name in fields if name in options}
         return command(limits={**limits, "cost_fn": cost_fn}, **options)
 
-    return _LIMITS(with_limits)
+    return _LIMITS(_COSTS(with_limits))
+
+
+def step_time_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of costs, and passes them as `step_seconds`, a cost function."""
+
+    @functools.wraps(command)
+    def with_times(**options: Any) -> Any:
+        return command(step_seconds=_popped_cost_fn(options), **options)
+
+    programs = click.option(
+        "--programs",
+        metavar="FILE",
+        type=EXISTING,
+        help="What `jaxbucket precompile --json` printed. The time of a shape is its "
+        "GFLOP, divided by --per-second, the operations per second of all devices.",
+    )
+    return _COSTS(programs(with_times))
+
+
+def _popped_cost_fn(options: dict[str, Any]) -> CostFn | None:
+    names = inspect.signature(_cost_fn).parameters
+    return _cost_fn(**{name: options.pop(name, None) for name in names})
 
 
 def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,6 +309,8 @@ def reading_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> Any:
     """Returns the lengths in a file, `[N]`; by name if there are several columns.
 
+    A JSON object is a histogram, length -> number of examples.
+
     Args:
       path: path of the file; "-" is standard input.
       columns: the columns to read.
@@ -298,10 +324,21 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
             path = pathlib.Path(folder, f"stdin{suffix_of(data)}")
             path.write_bytes(data)
             return read_columns(path, columns, **options)
+    if path.suffix == ".json" and (counts := _histogram(path)):
+        return LengthCounts(counts, name=str(path))
     lengths = read_lengths(path, columns, **options)
     if len(columns) > 1:
         return dict(zip(columns, lengths, strict=True))
     return lengths[0]
+
+
+def _histogram(path: pathlib.Path) -> dict[int, int]:
+    """Returns the histogram in a JSON file; empty if it contains something else."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(path.read_text("utf-8"))
+        if isinstance(found, dict) and all(key.isdecimal() for key in found):
+            return {int(length): number for length, number in found.items()}
+    return {}
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -352,13 +389,17 @@ def _cost_fn(
     per_second: float | None,
     step_times: pathlib.Path | None,
     cost_fn: str | None,
+    programs: pathlib.Path | None,
 ) -> CostFn | None:
     by_model = width or depth or vocab_size
-    given = [by_model or per_second, step_times, cost_fn]
+    given = [by_model or per_second and not programs, step_times, cost_fn, programs]
     if sum(map(bool, given)) > 1:
         raise ValueError(
-            "`width`, `step_times` and `cost_fn` each define the cost. Pass one."
+            "`width`, `step_times`, `cost_fn` and `programs` each define the cost. "
+            "Pass one."
         )
+    if programs:
+        return _program_times(programs, per_second)
     if step_times:
         return _read_step_times(step_times)
     if cost_fn:
@@ -382,3 +423,23 @@ def _read_step_times(path: pathlib.Path) -> StepTime:
             f'{{"[8, 512]": 0.21}}: {error}'
         ) from None
     return StepTime.fit(seconds)
+
+
+def _program_times(path: pathlib.Path, per_second: float | None) -> CostFn:
+    """Returns the seconds of the programs of `jaxbucket precompile`, by shape."""
+    if per_second is None:
+        raise ValueError("`programs` requires `per_second`, operations per second.")
+    programs = json.loads(path.read_text("utf-8"))["programs"]
+    flops: dict[str, float] = {}
+    for program in programs:
+        # Of training and evaluation, training has more operations.
+        label, number = program["label"], program["flops"] or 0
+        flops[label] = max(number, flops.get(label, 0))
+
+    def seconds(batch_size: int, seq_len: Any) -> float:
+        label = f"[{batch_size}, {seq_len}]"
+        if not flops.get(label):
+            raise ValueError(f"`programs={path}` has no operations of {label}.")
+        return flops[label] / per_second
+
+    return seconds

@@ -223,6 +223,46 @@ def schedule_by_work(
     return WorkSchedule(schedule, work)
 
 
+def learning_rate_at(
+    schedule: Any,
+    step: int,
+    *,
+    examples_before: int = 0,
+    tokens_before: int = 0,
+    **sizes: float,
+) -> float:
+    """Returns the learning rate of a step, without an optimizer.
+
+    Example:
+      >>> rate = scale_schedule(1e-3, base_examples=2, rule="linear")
+      >>> round(learning_rate_at(rate, step=7, num_examples=10), 6)
+      0.005
+
+    Args:
+      schedule: a number, a schedule of optax, or the result of `scale_schedule` or
+        `schedule_by_work`.
+      step: the step, counted from 0.
+      examples_before: the number of examples of all earlier steps.
+      tokens_before: the number of their real tokens.
+      **sizes: `num_examples`, `num_tokens`, `num_rows` or `weight` of the batch.
+    """
+    rate: Any
+    if isinstance(schedule, ScaledSchedule):
+        rate = schedule.scaling.factor(sizes) * learning_rate_at(
+            schedule.schedule,
+            step,
+            examples_before=examples_before,
+            tokens_before=tokens_before,
+            **sizes,
+        )
+    elif isinstance(schedule, WorkSchedule):
+        before = tokens_before if schedule.work == "tokens" else examples_before
+        rate = schedule(WorkScheduleState(*_high_and_low(np.asarray(before))))
+    else:
+        rate = schedule(step) if callable(schedule) else schedule
+    return float(rate)
+
+
 def warmup_inverse_sqrt_schedule(
     peak_value: float, warmup_steps: float
 ) -> Callable[[Any], jax.Array]:

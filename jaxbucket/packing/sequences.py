@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.sizes import Sizes, checked_size
-from jaxbucket.plan.candidates import value_counts
 
 
 def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
@@ -50,8 +50,8 @@ def count_kinds(
       capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
     """
     if lengths.shape[1] == 1:
-        values, counts = value_counts(lengths[:, 0])
-        return values[:, None].astype(np.int32), counts
+        counted = LengthCounts(lengths[:, 0])
+        return counted.lengths[:, None].astype(np.int32), counted.counts
     _, first, counts = np.unique(
         _lexicographic_keys(lengths, capacities), return_index=True, return_counts=True
     )

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths, check_longest
+from jaxbucket.base.checks import check_longest
+from jaxbucket.base.length_counts import LengthCounts, merged
 from jaxbucket.base.policies import TRUNCATING, Overlong
-from jaxbucket.base.sizes import Lengths
-from jaxbucket.plan.chunks import last_chunks, nothing_left
+from jaxbucket.plan.chunks import nothing_left
 from jaxbucket.plan.flow.batch_sizes import Fit, fitted
 from jaxbucket.plan.flow.step_sizes import StepSizes
 from jaxbucket.plan.limits import Limits
 
 # Up to this length, all multiples are counted, in a table.
 _MAX_TABLE = 1 << 24
-# The number of lengths that are counted at a time, which limits the memory.
-_CHUNK = 1 << 20
 # With more possible T, only the rounded-up lengths of examples are candidates. Other T
 # could save a little, in the last batch of a bucket, so the plan is not proven optimal.
 _MAX_CANDIDATES = 1 << 18
@@ -46,11 +43,11 @@ class Candidates:
     complete: bool = True
 
     @classmethod
-    def of(cls, lengths: np.ndarray, limits: Limits) -> Candidates:
+    def of(cls, lengths: LengthCounts | ArrayLike, limits: Limits) -> Candidates:
         """Returns every T at which a bucket may end.
 
         Args:
-          lengths: `[N]` integers, one per example.
+          lengths: `[N]` integers, one per example, or their counts.
           limits: the limits of all shapes, and the cost of a step.
         """
         if isinstance(limits.max_tokens, tuple):
@@ -58,13 +55,14 @@ class Candidates:
                 f"`max_tokens={limits.max_tokens}` requires `boundaries`. Pass one for "
                 "each budget, or pass `max_tokens` as an integer or a function of T."
             )
-        (last,) = limits.max_seq_lens(lengths[:, None]).tolist()
+        counted = LengthCounts.of(lengths)
+        (last,) = limits.max_seq_lens(counted.lengths[:, None]).tolist()
         multiple = int(limits.multiples[0])
         if limits.overlong == "error":
-            check_longest(lengths, last)
+            check_longest(counted.given, last)
         limits.check_shapes(np.array([last]))
         policy: Any = limits.overlong
-        ends, examples, tokens = _cumulative(lengths, last, multiple, policy)
+        ends, examples, tokens = _cumulative(counted, last, multiple, policy)
         # If `last` is very large, only lengths that are needed are counted.
         complete = len(ends) == last // multiple <= _MAX_CANDIDATES
         if not complete:
@@ -126,12 +124,12 @@ class Candidates:
 
 
 def _cumulative(
-    lengths: np.ndarray, last: int, multiple: int, overlong: Overlong
+    lengths: LengthCounts, last: int, multiple: int, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns lengths at which a bucket may end, and counts of the examples up to each.
 
     Args:
-      lengths: `[N]` positive integers.
+      lengths: the number of examples of each length.
       last: the length of the last bucket, a multiple of `multiple`.
       multiple: the number of which every boundary is a multiple.
       overlong: the policy for examples longer than `last`. The chunks of examples that
@@ -141,15 +139,13 @@ def _cumulative(
       `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
       examples that are at most this long; and `[G]` int64, the number of their tokens.
     """
-    full = 0
+    values, counts, full = lengths.lengths, lengths.counts, 0
     if overlong == "split":
-        lengths, full = last_chunks(lengths, last)
-    elif lengths.max() > last:
-        lengths = np.minimum(lengths, last + 1)
-    values, counts = value_counts(lengths)
-    values, over = values.astype(np.int64), 0
-    if values[-1] > last:
-        values, counts, over = values[:-1], counts[:-1], int(counts[-1])
+        full = int(((values - 1) // last * counts).sum())
+        values, counts = merged((values - 1) % last + 1, counts)
+    is_over = values > last
+    over = int(counts[is_over].sum())
+    values, counts = values[~is_over], counts[~is_over]
     if last <= _MAX_TABLE:
         ends = np.arange(multiple, last + 1, multiple)
     else:
@@ -165,40 +161,3 @@ def _cumulative(
     if examples[-1] == 0:
         raise ValueError(nothing_left(last))
     return ends, examples, tokens
-
-
-def value_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the distinct lengths, `[V]` increasing, and their counts, `[V]`.
-
-    Example:
-      >>> value_counts(np.array([5, 3, 5]))
-      (array([3, 5]), array([1, 2]))
-    """
-    last = int(lengths.max())
-    if last > _MAX_TABLE:
-        return np.unique(lengths, return_counts=True)
-    counts = np.zeros(last + 1, np.int64)
-    for start in range(0, lengths.size, _CHUNK):
-        part = lengths[start : start + _CHUNK]
-        counts += np.bincount(part, minlength=last + 1)
-    values = np.flatnonzero(counts)
-    return values, counts[values]
-
-
-def example_counts(plan: BucketPlan, lengths: Lengths) -> np.ndarray:
-    """Returns the number of examples, or of chunks, of each bucket, `[K]` int64.
-
-    Args:
-      plan: the buckets.
-      lengths: `[N]` integers, one per example; or a mapping from sequence name to
-        `[N]`.
-    """
-    full = 0
-    if plan.overlong == "split":
-        lengths, full = last_chunks(
-            check_lengths(cast(ArrayLike, lengths)), plan.max_seq_len
-        )
-    counts = np.bincount(plan.assign(lengths).astype(np.int64) + 1)
-    counts = np.pad(counts, (0, len(plan) + 1 - len(counts)))[1:]
-    counts[-1] += full
-    return counts

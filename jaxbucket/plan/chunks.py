@@ -49,24 +49,6 @@ def chunk_counts(lengths: np.ndarray, max_seq_len: int) -> np.ndarray:
     return -(-lengths // longest)
 
 
-def last_chunks(lengths: np.ndarray, max_seq_len: int) -> tuple[np.ndarray, int]:
-    """Returns the lengths of the last chunks, and the number of chunks before them.
-
-    Unlike `chunk_lengths`, this needs no memory for the full chunks.
-
-    Example:
-      >>> last_chunks(np.array([3, 10, 8]), max_seq_len=4)
-      (array([3, 2, 4]), 3)
-
-    Returns:
-      `[N]` integers, the length of each example's last chunk; and the total number of
-      chunks before these, all of length `max_seq_len`.
-    """
-    longest = _checked(max_seq_len)
-    num_full = (lengths - 1) // longest
-    return lengths - num_full * longest, int(num_full.sum(dtype=np.int64))
-
-
 def kept_lengths(lengths: Any, seq_len: Any, overlong: Any) -> np.ndarray:
     """Returns the lengths of the examples or chunks in rows, `[n, Q]`.
 

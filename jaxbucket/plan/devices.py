@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.checks import check_lengths, check_positive
+from jaxbucket.base.checks import check_positive
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.row_shard import cuts_of, prime_factors
 
 
@@ -64,7 +65,7 @@ def device_limits(
 
 
 def row_shard_shares(
-    lengths: ArrayLike, tokens_per_device: int, max_row_shards: int = 8
+    lengths: LengthCounts | ArrayLike, tokens_per_device: int, max_row_shards: int = 8
 ) -> list[dict[str, float]]:
     """Returns the shares of examples and tokens by the devices that a row needs.
 
@@ -75,7 +76,7 @@ def row_shard_shares(
       2 0.67 0.97
 
     Args:
-      lengths: `[N]` integers, one per example.
+      lengths: `[N]` integers, one per example, or their `LengthCounts`.
       tokens_per_device: the largest number of tokens of a row on a device.
       max_row_shards: the largest number of devices that may share a row.
 
@@ -88,16 +89,20 @@ def row_shard_shares(
     Raises:
       ValueError: if `lengths` are not positive integers, or a number is not positive.
     """
-    values = check_lengths(lengths).astype(np.int64)
+    counted = LengthCounts.of(lengths)
+    values, numbers = counted.lengths, counted.counts
+    all_tokens = (values * numbers).sum()
     tokens = check_positive("tokens_per_device", tokens_per_device)
     cuts = np.array(_cuts(max_row_shards))
     place = np.minimum(np.searchsorted(cuts * tokens, values), len(cuts) - 1)
     return [
         {
             "devices": int(cut),
-            "examples": float(np.mean(place == k)),
-            "tokens": float(values[place == k].sum() / values.sum()),
-            "cut_off": float(np.maximum(values - cut * tokens, 0).sum() / values.sum()),
+            "examples": float(numbers[place == k].sum() / numbers.sum()),
+            "tokens": float((values * numbers)[place == k].sum() / all_tokens),
+            "cut_off": float(
+                (np.maximum(values - cut * tokens, 0) * numbers).sum() / all_tokens
+            ),
         }
         for k, cut in enumerate(cuts.tolist())
     ]

@@ -61,6 +61,18 @@ def format_cost(cost: float, cost_unit: str, unit: str = "tokens") -> str:
     return f"{format_number(cost, cost_unit)} {name}"
 
 
+def format_duration(seconds: float) -> str:
+    """Returns a time as text, in its largest unit.
+
+    Example:
+      >>> format_duration(5), format_duration(5000), format_duration(1e6)
+      ('5.00 s', '1.39 h', '11.57 d')
+    """
+    units = {"d": 86_400, "h": 3_600, "min": 60, "s": 1}
+    unit = next((name for name, size in units.items() if seconds >= size), "s")
+    return f"{seconds / units[unit]:.2f} {unit}"
+
+
 def format_number(cost: float, cost_unit: str) -> str:
     """Returns the text of `format_cost` without the unit."""
     if (cost_unit == "tokens" and cost < 1e11) or 1e5 <= cost < 1e9:

@@ -20,7 +20,6 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.sizes import Sizes, checked_size, lengths_matrix
-from jaxbucket.plan.candidates import example_counts
 from jaxbucket.plan.flow.batch_sizes import fitted_between
 from jaxbucket.plan.flow.dominance import dominates, is_maximal, shape_order
 from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
@@ -29,6 +28,7 @@ from jaxbucket.plan.joint_pricing import Pricing
 from jaxbucket.plan.joint_search import Search
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.nested import nested_shapes
+from jaxbucket.plan.tally import Tally
 
 # With more combinations of T, only the rounded-up lengths of examples are possible.
 _MAX_SHAPES = 1 << 16
@@ -60,14 +60,14 @@ def _without_unused(
     plan: BucketPlan, limits: Limits, lengths: np.ndarray
 ) -> BucketPlan:
     """Returns a plan without the buckets that have no batches, if it costs no more."""
-    counts = example_counts(plan, lengths)
+    counts = Tally.of(plan, lengths).examples
     rows = plan.batch_sizes * limits.accumulate
     flow = epoch_flow(plan, counts, rows, plan.costs)
     is_used = (flow.batches > 0) | (limits.must_hold_all & is_maximal(plan.seq_lens))
     if is_used.all():
         return plan
     fewer = fitted_plan(limits, plan.seq_lens[is_used], lengths)
-    cost = _epoch_cost(fewer, example_counts(fewer, lengths), limits.accumulate)
+    cost = _epoch_cost(fewer, Tally.of(fewer, lengths).examples, limits.accumulate)
     more = _epoch_cost(plan, counts, limits.accumulate)
     return fewer if cost <= more else plan
 
@@ -81,7 +81,11 @@ def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPla
       lengths: sequence name -> `[N]` integers, one per example; or `[N, Q]`.
     """
     matrix = lengths_matrix(lengths, limits.sequences)
-    return with_batch_sizes(limits, seq_lens, lambda plan: example_counts(plan, matrix))
+
+    def counts(plan: BucketPlan) -> np.ndarray:
+        return Tally.of(plan, matrix).examples
+
+    return with_batch_sizes(limits, seq_lens, counts)
 
 
 def with_batch_sizes(

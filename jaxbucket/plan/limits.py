@@ -20,7 +20,7 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.policies import TRUNCATING, Overlong, checked_overlong
 from jaxbucket.base.sizes import (
-    Lengths,
+    Counted,
     Sizes,
     check_same_sequences,
     check_sequence_names,
@@ -149,7 +149,7 @@ class Limits:
             return tuple(check_positive(name, x) for x in value)
         return sizes_of(name, value, self.sequences, "the lengths have")
 
-    def of(self, lengths: Lengths) -> Limits:
+    def of(self, lengths: Counted) -> Limits:
         """Returns the limits with the names of the sequences of lengths.
 
         Raises:

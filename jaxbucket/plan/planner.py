@@ -8,16 +8,18 @@ from typing import Any, Literal, TypeAlias, cast
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_choice, check_lengths, check_positive
+from jaxbucket.base.checks import check_choice, check_positive
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.sizes import Lengths
+from jaxbucket.base.sizes import Counted
 from jaxbucket.plan import boundary_rules
 from jaxbucket.plan.boundary_rules import Chooser
-from jaxbucket.plan.candidates import Candidates, example_counts
+from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.plan.joint_planner import plan_sequences, plan_sequences_at
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.optimal import optimal
+from jaxbucket.plan.tally import Tally
 
 Rule: TypeAlias = Literal[
     "optimal",
@@ -34,7 +36,7 @@ RULES: dict[str, Chooser] = {"optimal": optimal, **boundary_rules.RULES}
 
 
 def plan_buckets(
-    lengths: Lengths,
+    lengths: Counted,
     *,
     max_tokens: Budget,
     num_buckets: int = 8,
@@ -79,7 +81,8 @@ def plan_buckets(
       [4, source 512, target 512]
 
     Args:
-      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      lengths: `[N]` integers, one per example, or their `LengthCounts`; or sequence
+        name -> `[N]` integers.
       max_tokens: the largest number of tokens in a global batch, padding counted. An
         integer, a function of T that returns an integer, or, if `boundaries` is a
         sequence of lengths, one integer for each.
@@ -134,7 +137,7 @@ def plan_buckets(
 
 
 def plan_within(
-    lengths: Lengths,
+    lengths: Counted,
     limits: Limits,
     *,
     num_buckets: int = 8,
@@ -148,7 +151,8 @@ def plan_within(
       [15, 1]
 
     Args:
-      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      lengths: `[N]` integers, one per example, or their `LengthCounts`; or sequence
+        name -> `[N]` integers.
       limits: the limits of all shapes, and the cost of a step.
       num_buckets: the largest number of shapes.
       boundaries: a rule, or increasing lengths, as for `plan_buckets`.
@@ -170,16 +174,18 @@ def plan_within(
                 "'optimal', or a list of mappings from sequence name to T."
             )
         return plan_sequences(lengths, limits, num_buckets)
-    array, rule = check_lengths(lengths), cast(Rule, boundaries)
+    counted, rule = LengthCounts.of(lengths), cast(Rule, boundaries)
     if given is not None:
-        return _plan_at(given, array, limits)
+        return _plan_at(given, counted, limits)
     check_choice("boundaries", rule, sorted(RULES))
-    candidates = Candidates.of(array, limits)
+    candidates = Candidates.of(counted, limits)
     chosen = RULES[rule](candidates, min(num_buckets, len(candidates)))
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
-def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> BucketPlan:
+def _plan_at(
+    boundaries: list[Any], lengths: LengthCounts, limits: Limits
+) -> BucketPlan:
     """Returns the plan with the boundaries that the user gave."""
     array, multiple = np.asarray(boundaries), int(limits.multiples[0])
     is_valid = array.ndim == 1 and array.size and array.dtype.kind in "iu"
@@ -191,5 +197,5 @@ def _plan_at(boundaries: list[Any], lengths: np.ndarray, limits: Limits) -> Buck
         )
     plan = limits.plan(boundaries)
     if limits.overlong == "error":
-        plan.check(lengths)
-    return limits.plan(boundaries, example_counts(plan, lengths))
+        plan.check(lengths.given)
+    return limits.plan(boundaries, Tally.of(plan, lengths).examples)

@@ -30,6 +30,7 @@ from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
     from jaxbucket.base.batch import BatchIndices as BatchIndices
+    from jaxbucket.schedule.batch_counts import BatchCounts as BatchCounts
     from jaxbucket.schedule.batch_sampler import BatchSampler as BatchSampler
     from jaxbucket.schedule.batch_schedule import BatchSchedule as BatchSchedule
     from jaxbucket.schedule.curriculum import Curriculum as Curriculum

@@ -97,17 +97,20 @@ class Drawn(Order):
     Args:
       name: the name of the order.
       epochs: the class of the order of the batches.
+
+    Attributes:
+      epochs: as above.
     """
 
     def __init__(self, name: str, epochs: type[ShuffledEpochs]):
         self._name = name
-        self._epochs = epochs
+        self.epochs = epochs
 
     def __str__(self) -> str:
         return self._name
 
     def epoch_order(self, rows, lengths, seed, first) -> EpochOrder:
-        return self._epochs(rows, seed, first)
+        return self.epochs(rows, seed, first)
 
 
 class Fixed(Order):
@@ -134,15 +137,22 @@ class Fixed(Order):
 
 
 class ShuffledEpochs:
-    """Numbers the batches of an epoch by bucket, and permutes the numbers."""
+    """Numbers the batches of an epoch by bucket, and permutes the numbers.
 
-    def __init__(self, rows: EpochRows, seed: int, first: int | None):
+    Args:
+      rows: the rows of an epoch; or `EpochBatches`, for `number` only.
+      seed: the seed of all random choices.
+      first: the number of the batch that comes first in the first epoch; None for the
+        usual order.
+    """
+
+    def __init__(self, rows: Any, seed: int, first: int | None):
         self._rows = rows
         self._seed = seed
         self._first = first
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        bucket, row = self._rows.batch_rows(self._number(epoch, position))
+        bucket, row = self._rows.batch_rows(self.number(epoch, position))
         return bucket, self._examples(epoch, bucket, row)
 
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
@@ -150,8 +160,11 @@ class ShuffledEpochs:
         slots = shuffled_slots(self._seed, epoch)
         return self._rows.examples(bucket, row, slots)
 
-    def _number(self, epoch: int, position: int) -> int:
-        """Returns the number of the batch at a position of an epoch."""
+    def number(self, epoch: int, position: int) -> int:
+        """Returns the number of the batch at a position of an epoch.
+
+        It does not depend on the examples of the batches.
+        """
         # K, so that this key differs from those of the buckets.
         key = fold(self._seed, epoch, len(self._rows.plan))
         first, counts = self._first, self._rows.flow.batches

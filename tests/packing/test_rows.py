@@ -14,13 +14,13 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket.base.batch import EMPTY_ROW
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.permutation import fold, mix, mix_each, permute, permute_each
 from jaxbucket.data.collate import row_segments
 from jaxbucket.packing import row_choice
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import positions
 from jaxbucket.packing.subset_sum import fewest_positions, fullest_rows
-from jaxbucket.plan.candidates import value_counts
 from jaxbucket.plan.reports.plots import plot_plan
 from jaxbucket.schedule.balance import balance_rows
 
@@ -93,7 +93,8 @@ def test_pack_keeps_every_example_and_needs_no_more_rows_than_best_fit(seed):
 
 def patterns_problem(seed):
     lengths, seq_lens, cap = packing_problem(seed)
-    return (*value_counts(lengths), seq_lens, cap), lengths
+    counted = LengthCounts(lengths)
+    return (counted.lengths, counted.counts, seq_lens, cap), lengths
 
 
 def sorted_rooms(patterns):
@@ -153,7 +154,8 @@ def test_packers_need_at_least_as_many_rows_as_the_bound(seed):
     rng = np.random.default_rng(seed)
     seq_len = int(rng.integers(1, 60))
     lengths = rng.integers(1, seq_len + 1, int(rng.integers(1, 80)))
-    values, counts = value_counts(lengths)
+    counted = LengthCounts(lengths)
+    values, counts = counted.lengths, counted.counts
     fewest = fewest_positions(values, counts, [seq_len])
     assert fewest == seq_len * plain_fewest_rows(lengths, seq_len)
     for packer in (best_fit, fullest_rows):

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths, check_positive
-from jaxbucket.base.sizes import Lengths, check_same_sequences, lengths_matrix
+from jaxbucket.base.checks import check_positive
+from jaxbucket.base.length_counts import LengthCounts
+from jaxbucket.base.sizes import Counted, check_same_sequences, lengths_matrix
 from jaxbucket.base.table import Record
 from jaxbucket.plan.candidates import Candidates
 from jaxbucket.plan.flow.remainder import Remainder
@@ -229,7 +230,7 @@ class Comparison(Record):
 
 
 def compare_plans(
-    lengths: Lengths,
+    lengths: Counted,
     limits: Limits,
     *,
     num_buckets: int = 8,
@@ -249,7 +250,8 @@ def compare_plans(
     buckets of the longest sequence of each example, and of the sum of its sequences.
 
     Args:
-      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      lengths: `[N]` integers, one per example, or their `LengthCounts`; or sequence
+        name -> `[N]` integers.
       limits: the limits of every shape. If they have a `cost_fn` that is not
         proportional to tokens, the plan of one length that is optimal by tokens is
         compared too.
@@ -276,7 +278,8 @@ def compare_plans(
         plans, least_cost = _sequence_rules(lengths, limits, num_buckets), None
         exact = False
     else:
-        plans, least_cost, exact = _rules(check_lengths(lengths), limits, num_buckets)
+        lengths = LengthCounts.of(lengths)
+        plans, least_cost, exact = _rules(lengths, limits, num_buckets)
     mine = dict(others or {})
     for name, plan in mine.items():
         asked = "the `limits` have"
@@ -292,7 +295,7 @@ def compare_plans(
 
 
 def _rules(
-    lengths: np.ndarray, limits: Limits, num_buckets: int
+    lengths: LengthCounts, limits: Limits, num_buckets: int
 ) -> tuple[dict[str, BucketPlan], float, bool]:
     """Returns each rule's plan, a bound of their costs, and `Optimum.exact`."""
     candidates = Candidates.of(lengths, limits)

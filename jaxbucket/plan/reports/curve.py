@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
-from jaxbucket.base.sizes import Lengths
+from jaxbucket.base.length_counts import LengthCounts
+from jaxbucket.base.sizes import Counted
 from jaxbucket.base.table import Record
 from jaxbucket.plan.costs import SECONDS, unit_of
 from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
@@ -145,7 +147,7 @@ class PlanCurve(Record):
 
 
 def plan_curve(
-    lengths: Lengths,
+    lengths: Counted,
     limits: Limits,
     *,
     compile_seconds: float,
@@ -173,7 +175,8 @@ def plan_curve(
       11 152.6
 
     Args:
-      lengths: `[N]` integers, one per example; or sequence name -> `[N]` integers.
+      lengths: `[N]` integers, one per example, or their `LengthCounts`; or sequence
+        name -> `[N]` integers.
       limits: the limits on every shape. `limits.cost_fn` must return seconds.
       compile_seconds: the time to compile one shape in seconds, as
         `compile_steps(...).seconds` reports it.
@@ -196,6 +199,8 @@ def plan_curve(
     num_epochs = check_float("num_epochs", num_epochs)
     max_buckets = check_positive("max_buckets", max_buckets)
     points: dict[int, CurvePoint] = {}
+    if not isinstance(lengths, Mapping):
+        lengths = LengthCounts.of(lengths)
 
     def add(size: int) -> None:
         plan = plan_within(lengths, limits, num_buckets=size)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from typing import cast
 
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_accumulate, check_choice
-from jaxbucket.base.length_counts import LengthCounts, chunks
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.sizes import Counted, Lengths, lengths_matrix
+from jaxbucket.base.sizes import Counted
 from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.flow.remainder import (
     Remainder,
@@ -22,15 +19,11 @@ from jaxbucket.plan.flow.remainder import (
     filler_bucket,
 )
 from jaxbucket.plan.reports.epoch_report import BucketReport, Report, tokens_by_name
+from jaxbucket.plan.tally import Tally
 
 # A limit is wasteful if all batches are smaller by this factor, or if it causes this
 # share of the positions of an epoch.
 _MUCH_LESS, _MUCH = 2, 0.1
-# The fields about examples that are left out or changed.
-_CHANGES = (
-    *("dropped_examples", "truncated_examples", "truncated_tokens"),
-    *("split_examples", "chunks"),
-)
 
 
 def report(
@@ -78,7 +71,7 @@ def report(
             "pass `plan.unpacked` with the lengths of rows."
         )
     accumulate = check_accumulate(accumulate)
-    tally = _Tally.of(plan, lengths)
+    tally = Tally.of(plan, lengths)
     counts, by_sequence = tally.examples, tally.tokens
     # The batches of a step that have the same bucket are filled together.
     together = accumulate if group == "same" else 1
@@ -145,65 +138,6 @@ def _wasteful_limits(
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tally:
-    """The examples of a plan, counted by bucket.
-
-    Attributes:
-      examples: `[K]` int64, the examples or chunks that are assigned to each bucket.
-      tokens: `[K, Q]` int64, the real tokens of each of their sequences.
-      changes: the fields of a `Report` about examples that are left out, truncated or
-        split.
-    """
-
-    examples: np.ndarray
-    tokens: np.ndarray
-    changes: dict[str, int]
-
-    @classmethod
-    def of(cls, plan: BucketPlan, lengths: Counted) -> _Tally:
-        """Counts the examples of a plan with any number of examples."""
-        examples = np.zeros(len(plan) + 1, np.int64)
-        tokens = np.zeros((len(plan) + 1, plan.seq_lens.shape[1]), np.int64)
-        changes = dict.fromkeys(_CHANGES, 0)
-        longest = plan.seq_lens[-1, 0]
-        for rows, numbers in _parts(plan, lengths):
-            if plan.overlong == "split":
-                is_split = rows > longest
-                full = (rows - 1) // longest * numbers
-                # Full chunks are only counted.
-                rows = (rows - 1) % longest + 1
-                examples[-1] += full.sum()
-                tokens[-1] += full.sum() * longest
-                changes["split_examples"] += int(numbers[is_split].sum())
-                changes["chunks"] += int((full + numbers)[is_split].sum())
-            index = plan.assign(rows)
-            kept = plan.truncated(rows).reshape(len(rows), -1)
-            np.add.at(examples, index + 1, numbers)
-            np.add.at(tokens, index + 1, kept * numbers[:, None])
-            total = rows.reshape(kept.shape).sum(axis=1)
-            cut = np.where(index < 0, 0, total - kept.sum(axis=1))
-            changes["dropped_examples"] += int(numbers[index < 0].sum())
-            changes["truncated_examples"] += int(numbers[cut > 0].sum())
-            changes["truncated_tokens"] += int((cut * numbers).sum())
-        return cls(examples[1:], tokens[1:], changes)
-
-
-def _parts(
-    plan: BucketPlan, lengths: Counted
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields lengths, `[n]` or `[n, Q]` int64, and the number of examples of each."""
-    if not plan.sequences:
-        if not isinstance(lengths, LengthCounts) and plan.overlong != "split":
-            # Names the example in messages.
-            plan.check(cast(Lengths, lengths))
-        counted = LengthCounts.of(lengths)
-        yield counted.lengths, counted.counts
-        return
-    for part in chunks(lengths_matrix(lengths, plan.sequences)):
-        yield part.astype(np.int64), np.ones(len(part), np.int64)
-
-
 def changed_examples(plan: BucketPlan, lengths: Counted) -> dict[str, int]:
     """Returns the fields of a `Report` about examples left out, truncated or split.
 
@@ -211,7 +145,7 @@ def changed_examples(plan: BucketPlan, lengths: Counted) -> dict[str, int]:
       plan: the shapes.
       lengths: as for `report`.
     """
-    return _Tally.of(plan, lengths).changes
+    return Tally.of(plan, lengths).changes
 
 
 def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:

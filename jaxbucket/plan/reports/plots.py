@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.plan.chunks import kept_lengths
 from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
@@ -46,7 +46,7 @@ _LINE: Any = {"color": "0.2", "linewidth": 0.8, "linestyle": ":"}
 
 def plot_plan(
     plan: BucketPlan,
-    lengths: ArrayLike,
+    lengths: LengthCounts | ArrayLike,
     ax: Axes | None = None,
     *,
     epoch: Report | None = None,
@@ -59,13 +59,15 @@ def plot_plan(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` integers, one per example or per packed row.
+      lengths: `[N]` integers, one per example or per packed row; or `LengthCounts`.
       ax: the axes to draw on; by default those of a new figure.
       epoch: the report whose padding the legend shows; by default
         `report(plan, lengths)`.
     """
     ax = ax or new_page(8, 4).subplots()
     epoch = epoch or report(plan.unpacked, lengths)
+    if isinstance(lengths, LengthCounts):
+        lengths = lengths.spread(_MAX_POINTS)
     real = np.sort(kept_lengths(lengths, plan.max_seq_len, plan.overlong)[:, 0])
     real = real[np.linspace(0, len(real) - 1, min(len(real), _MAX_POINTS)).astype(int)]
     padded = plan.boundaries[plan.assign(real)]
@@ -198,7 +200,8 @@ def plot_histogram(
     """
     from matplotlib.ticker import MaxNLocator
 
-    values, counts = np.unique(check_lengths(lengths), return_counts=True)
+    counted = LengthCounts.of(lengths)
+    values, counts = counted.lengths, counted.counts
     tokens = values.astype(float) * counts
     figure = figure or new_page(8, 6)
     above, below = figure.subplots(2, 1, sharex=True)

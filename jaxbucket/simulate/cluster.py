@@ -1,0 +1,151 @@
+"""`Cluster`: what takes how long on the machines of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_float, check_positive
+from jaxbucket.plan.costs import SECONDS, CostFn
+
+# A number with a distribution that an attribute describes, or `[n]` measured values,
+# which are equally likely.
+Measured: TypeAlias = float | ArrayLike
+# The number of values that stand for a distribution.
+_NUM_VALUES = 20_000
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The machines of a run, and how long they take.
+
+    Attributes that may be arrays are distributions: `[n]` measured values, of which
+    each is equally likely at every step of every host.
+
+    Example: 512 hosts, each of which has a fault every 20,000 hours.
+      >>> cluster = Cluster(num_hosts=512, hours_between_faults=20_000)
+      >>> round(cluster.fault_gaps(np.random.default_rng(0), 10_000).mean() / 3600)
+      39
+
+    Attributes:
+      num_hosts: the number of hosts.
+      devices_per_host: the number of devices of each.
+      step_seconds: `(batch_size, seq_len)` -> the mean seconds that a host computes in
+        a step, such as `Calibration.cost`; None for the costs of the plan, which are
+        then in seconds.
+      skew: how the time of a host varies around this mean: the standard deviation of
+        its logarithm, or measured factors. All hosts wait for the slowest one in every
+        step. 0 if `step_seconds` are of steps on all hosts, which include this.
+      row_seconds: the seconds that a host needs to load a row of a batch, with all of
+        its workers. Loading overlaps with the previous step.
+      compile_seconds: the seconds to compile the program of one shape; 0 if this was
+        done ahead of time.
+      hours_between_faults: the mean hours until a host fails, which are distributed
+        exponentially, or measured hours; None without faults. Any fault stops all
+        hosts.
+      restart_seconds: the seconds from a fault to the next step.
+      checkpoint_seconds: the seconds for which training waits while a checkpoint is
+        written.
+      checkpoint_steps: the number of steps between two checkpoints; None for the one
+        that loses least, or for no checkpoints if there are no faults.
+
+    Raises:
+      ValueError: if a number is out of range.
+    """
+
+    num_hosts: int = 1
+    devices_per_host: int = 1
+    step_seconds: CostFn | None = None
+    skew: Measured = 0.0
+    row_seconds: Measured = 0.0
+    compile_seconds: float = 0.0
+    hours_between_faults: Measured | None = None
+    restart_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
+    checkpoint_steps: int | None = None
+
+    def __post_init__(self):
+        for name in ("num_hosts", "devices_per_host", "checkpoint_steps"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check_positive(name, value))
+        for name in ("compile_seconds", "restart_seconds", "checkpoint_seconds"):
+            check_float(name, getattr(self, name), least=0)
+        for name in ("skew", "row_seconds", "hours_between_faults"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _checked(name, value))
+        if np.any(np.equal(self.hours_between_faults or 1, 0)):
+            raise ValueError(
+                "`hours_between_faults` has a 0. Pass positive hours, or None."
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of all hosts."""
+        return self.num_hosts * self.devices_per_host
+
+    def seconds(self, plan: BucketPlan) -> np.ndarray:
+        """Returns the mean seconds of a batch of each bucket on a host, `[K]`."""
+        if self.step_seconds is None:
+            if plan.cost_unit != SECONDS:
+                raise ValueError(
+                    f"The costs of `plan` are in {plan.cost_unit}, not in seconds. "
+                    "Pass `step_seconds`, such as `StepTime.fit(...)`."
+                )
+            return np.asarray(plan.costs, np.float64)
+        return np.array([self._step_time(x) for x in plan.buckets])
+
+    def _step_time(self, bucket: Bucket) -> float:
+        assert self.step_seconds is not None
+        value = self.step_seconds(bucket.batch_size, bucket.seq_len)
+        return check_float(f"step_seconds of {bucket}", value)
+
+    def factors(self) -> np.ndarray:
+        """Returns the factors of the time of a host, sorted, `[n]`."""
+        values = np.asarray(self.skew, np.float64)
+        if values.ndim:
+            return np.sort(values)
+        normal = np.random.default_rng(0).standard_normal(_NUM_VALUES)
+        factors = np.exp(values * np.sort(normal))
+        return factors / factors.mean()
+
+    def slowest(
+        self, values: np.ndarray, rng: np.random.Generator, number: int
+    ) -> np.ndarray:
+        """Returns draws of the largest of one value for each host, `[number]`.
+
+        Args:
+          values: `[n]` sorted values of a host.
+          rng: the random numbers.
+          number: the number of draws.
+        """
+        # The largest of H uniform numbers is distributed as U ** (1 / H).
+        return np.quantile(values, rng.random(number) ** (1 / self.num_hosts))
+
+    def fault_gaps(self, rng: np.random.Generator, number: int) -> np.ndarray:
+        """Returns draws of the seconds until the first host fails, `[number]`."""
+        hours = np.asarray(self.hours_between_faults, np.float64)
+        if hours.ndim:
+            shares = 1 - rng.random(number) ** (1 / self.num_hosts)
+            return np.quantile(hours, shares) * _SECONDS_PER_HOUR
+        return rng.exponential(hours * _SECONDS_PER_HOUR / self.num_hosts, number)
+
+
+def _checked(name: str, value: Any) -> float | np.ndarray:
+    """Returns a number from 0, or `[n]` of them."""
+    values = np.asarray(value)
+    if values.ndim == 0:
+        return check_float(name, value, least=0)
+    is_valid = values.ndim == 1 and values.size and values.dtype.kind in "iuf"
+    if not is_valid or not np.isfinite(values).all() or (values < 0).any():
+        raise ValueError(
+            f"`{name}={value!r}`: pass a number from 0, or [n] finite numbers from 0."
+        )
+    return values.astype(np.float64)

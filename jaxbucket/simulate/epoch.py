@@ -1,0 +1,361 @@
+"""Simulates an epoch: what its parts take, and what every step trains on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.checks import check_positive
+from jaxbucket.base.length_counts import LengthCounts
+from jaxbucket.base.sizes import Counted
+from jaxbucket.base.table import Record
+from jaxbucket.plan.formatting import format_duration, number_table
+from jaxbucket.plan.reports.epoch import Report
+from jaxbucket.schedule.batch_counts import BatchCounts
+from jaxbucket.simulate.cluster import Cluster
+from jaxbucket.simulate.faults import best_interval, replay
+
+# Draws of a random time, whose mean is used.
+_DRAWS = 20_000
+# Rows that are drawn to compare devices.
+_MAX_ROWS = 1 << 20
+PARTS = {
+    "steps": "the mean host computes",
+    "waiting": "for the slowest host",
+    "data": "for batches that are not loaded yet",
+    "compile": "programs are compiled",
+    "checkpoints": "checkpoints are written",
+    "lost": "steps are repeated after a fault",
+    "restarts": "after a fault, until steps go on",
+}
+_LEGEND = (
+    "Epoch: its predicted time, with the range of 90% of replays if there are faults. "
+    "The other columns are shares of this time: "
+    + "; ".join(f"{name}: {what}" for name, what in PARTS.items())
+    + "."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedEpoch:
+    """The first epoch of a plan on a cluster.
+
+    Attributes:
+      plan: the shapes.
+      report: the steps, examples and padding of the epoch.
+      parts: the mean seconds of each part of the epoch: "steps", "waiting", "data",
+        "compile", "checkpoints", "lost" and "restarts".
+      seconds: the mean seconds of the epoch, the sum of its parts.
+      range: the 5th and the 95th percentile of the seconds, over random faults.
+      checkpoint_steps: the steps between two checkpoints; None without checkpoints.
+      balance: the real tokens of the device that has most of them in a batch, divided
+        by those of the mean device, averaged over the batches; None if examples have
+        several sequences, or devices no whole rows.
+      steps: arrays with an element for each of some steps at equal distances: "step",
+        "examples", "positions" (padding included), "tokens" (the mean number of real
+        ones), "seconds", and "learning_rate" if there is one.
+    """
+
+    plan: BucketPlan
+    report: Report
+    parts: dict[str, float]
+    range: tuple[float, float]
+    checkpoint_steps: int | None
+    balance: float | None
+    steps: dict[str, np.ndarray]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def share(self, part: str) -> float:
+        """Returns the share of a part in the time of the epoch."""
+        return self.parts[part] / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python values."""
+        return {
+            "seconds": self.seconds,
+            "range": list(self.range),
+            "parts": self.parts,
+            "checkpoint_steps": self.checkpoint_steps,
+            "balance": self.balance,
+            "report": self.report.to_dict(),
+            "steps": {name: x.tolist() for name, x in self.steps.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation(Record):
+    """The simulated epochs of one or several plans.
+
+    Attributes:
+      epochs: the name of each plan -> its epoch.
+      cluster: the machines.
+    """
+
+    epochs: dict[str, SimulatedEpoch]
+    cluster: Cluster
+
+    def __getitem__(self, name: str) -> SimulatedEpoch:
+        return self.epochs[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python values."""
+        return {name: epoch.to_dict() for name, epoch in self.epochs.items()}
+
+    @property
+    def legends(self) -> tuple[str, ...]:
+        return (_LEGEND,)
+
+    def __rich__(self) -> Any:
+        """Returns the epochs as a `rich` table, for a terminal."""
+        epochs = self.epochs.values()
+        used = [part for part in PARTS if any(x.parts[part] for x in epochs)]
+        names = ["plan", "shapes", "steps per\nepoch", "padding", "epoch", *used]
+        rows = [
+            (
+                name,
+                str(len(x.plan)),
+                f"{x.report.steps_per_epoch:,}",
+                f"{x.report.padding:.1%}",
+                format_duration(x.seconds),
+                *(f"{x.share(part):.1%}" for part in used),
+            )
+            for name, x in self.epochs.items()
+        ]
+        text = [*map(self._sentences, self.epochs), *self.legends]
+        table = number_table(names, rows, "\n".join(filter(None, text)))
+        first = table.columns[0]
+        first.justify, first.no_wrap, first.overflow = "left", False, "fold"
+        return table
+
+    def _sentences(self, name: str) -> str:
+        epoch, sentences = self.epochs[name], []
+        if epoch.checkpoint_steps is not None:
+            low, high = map(format_duration, epoch.range)
+            chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
+            sentences.append(
+                f"an epoch takes {low} to {high}, with a checkpoint every "
+                f"{epoch.checkpoint_steps:,} steps{chosen}."
+            )
+        if epoch.balance is not None and self.cluster.num_devices > 1:
+            sentences.append(
+                f"The device with most real tokens has {epoch.balance:.2f} times the "
+                "mean."
+            )
+        return f"{name}: {' '.join(sentences)}" if sentences else ""
+
+
+def simulate(
+    plans: BucketPlan | Mapping[str, BucketPlan],
+    lengths: Counted,
+    cluster: Cluster,
+    *,
+    learning_rate: Any = None,
+    num_points: int = 200,
+    **options: Any,
+) -> Simulation:
+    """Predicts the first epoch of plans on a cluster, from a histogram of lengths.
+
+    Buckets and numbers of examples of all steps are those of a `BatchSchedule`. Times
+    are means over the draws of the cluster's distributions, which are independent for
+    each host and step. In reality, a host may be slow for a long time.
+
+    Example:
+      >>> import jaxbucket as jb
+      >>> lengths = jb.LengthCounts({128: 10**9, 1024: 10**8})
+      >>> plan = jb.plan_buckets(lengths, max_tokens=2**24, batch_size_multiple=4096)
+      >>> cluster = Cluster(
+      ...     num_hosts=1024,
+      ...     devices_per_host=4,
+      ...     step_seconds=lambda batch_size, seq_len: batch_size * seq_len / 2**23,
+      ...     skew=0.02,
+      ... )
+      >>> epoch = simulate(plan, lengths, cluster)["plan"]
+      >>> epoch.report.steps_per_epoch, f"{epoch.share('waiting'):.1%}"
+      (13734, '6.1%')
+
+    Args:
+      plans: a plan; or name -> plan, to compare several.
+      lengths: `LengthCounts`, or lengths as for `report`.
+      cluster: the machines, and what takes how long.
+      learning_rate: a number, a schedule of optax, or the result of `scale_schedule` or
+        `schedule_by_work`, to have the learning rate of steps.
+      num_points: the number of steps for which numbers are returned.
+      **options: `seed`, `order`, `remainder`, `accumulate` and `group` of the schedule,
+        as for `BatchCounts`.
+
+    Raises:
+      ValueError: if a plan is for packed rows, `BatchCounts` refuses an option, no step
+        time is known, or faults come before any checkpoint is complete.
+    """
+    named = plans if isinstance(plans, Mapping) else {"plan": plans}
+    num_points = check_positive("num_points", num_points)
+    if not any(len(x.sequences) for x in named.values()):
+        lengths = LengthCounts.of(lengths)
+    epochs = {}
+    for name, plan in named.items():
+        counts = BatchCounts(plan, lengths, **options)
+        epochs[name] = _simulated(counts, lengths, cluster, learning_rate, num_points)
+    return Simulation(epochs, cluster)
+
+
+def _simulated(
+    counts: BatchCounts,
+    lengths: Counted,
+    cluster: Cluster,
+    learning_rate: Any,
+    num_points: int,
+) -> SimulatedEpoch:
+    seconds, report = cluster.seconds(counts.plan), counts.report
+    batches = np.array([x.batches for x in report.buckets], np.float64)
+    rng = np.random.default_rng(0)
+    factors = cluster.factors()
+    slowest = cluster.slowest(factors, rng, _DRAWS)
+    compute = float(batches @ seconds)
+    load = _load_seconds(counts.plan, cluster, seconds[:, None] * slowest, rng)
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["steps"] = compute * factors.mean()
+    parts["waiting"] = compute * (slowest.mean() - factors.mean())
+    parts["data"] = float(batches @ load)
+    parts["compile"] = cluster.compile_seconds * np.count_nonzero(batches)
+    work = parts["steps"] + parts["waiting"] + parts["data"]
+    total, interval = parts["compile"] + work, cluster.checkpoint_steps
+    ends = (total, total)
+    if cluster.hours_between_faults is not None or interval is not None:
+        interval, ends = _add_faults(parts, work, report.steps_per_epoch, cluster)
+    means = seconds * slowest.mean() + load
+    steps = _steps(counts, means, learning_rate, num_points)
+    balance = _balance(counts, lengths, batches, cluster.num_devices, rng)
+    return SimulatedEpoch(counts.plan, report, parts, ends, interval, balance, steps)
+
+
+def _load_seconds(
+    plan: BucketPlan, cluster: Cluster, times: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
+    """Returns the mean seconds that a batch of each bucket is waited for, `[K]`.
+
+    Args:
+      plan: the shapes.
+      cluster: the machines.
+      times: `[K, n]` seconds of the step that overlaps with loading.
+      rng: the random numbers.
+    """
+    rows = np.sort(np.atleast_1d(np.asarray(cluster.row_seconds)))
+    slowest = cluster.slowest(rows, rng, times.shape[1])
+    loading = plan.batch_sizes[:, None] / cluster.num_hosts * slowest
+    return np.maximum(loading - times, 0).mean(axis=1)
+
+
+def _add_faults(
+    parts: dict[str, float], work: float, num_steps: int, cluster: Cluster
+) -> tuple[int, tuple[float, float]]:
+    """Adds the parts of checkpoints and faults.
+
+    Returns:
+      The steps between two checkpoints, and the range of the seconds of an epoch.
+    """
+    step, costs = (
+        work / num_steps,
+        (cluster.checkpoint_seconds, cluster.restart_seconds),
+    )
+    gaps: Any = cluster.fault_gaps
+    if cluster.hours_between_faults is None:
+        gaps = lambda rng, number: np.full(number, np.inf)  # noqa: E731
+    interval = cluster.checkpoint_steps or best_interval(work, step, *costs, gaps)
+    runs = replay(work, interval * step, *costs, gaps)
+    if not np.isfinite(runs.overhead).all():
+        raise ValueError(
+            f"`checkpoint_steps={interval}` take {interval * step:,.0f} s, and faults "
+            "come faster, so that a run does not get on. Write checkpoints more often."
+        )
+    for name in ("checkpoints", "lost", "restarts"):
+        parts[name] = float(getattr(runs, name).mean())
+    ends = work + parts["compile"] + np.quantile(runs.overhead, [0.05, 0.95])
+    return interval, (float(ends[0]), float(ends[1]))
+
+
+def _steps(
+    counts: BatchCounts, seconds: np.ndarray, learning_rate: Any, num_points: int
+) -> dict[str, np.ndarray]:
+    """Returns what some steps at equal distances train on."""
+    total, plan = counts.steps_per_epoch, counts.plan
+    number = min(num_points, total)
+    steps = np.arange(number) * total // number
+    places = {bucket: place for place, bucket in enumerate(plan.buckets)}
+    means = _tokens_per_row(counts)
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("examples", "positions", "tokens", "seconds", "rows")
+    }
+    for step in steps.tolist():
+        parts = counts.micro_batches(step)
+        index = [places[bucket] for bucket, _ in parts]
+        filled = np.array([rows for _, rows in parts])
+        columns["examples"].append(int(filled.sum()))
+        columns["tokens"].append(float(filled @ means[index]))
+        columns["positions"].append(sum(bucket.num_tokens for bucket, _ in parts))
+        columns["rows"].append(sum(bucket.batch_size for bucket, _ in parts))
+        columns["seconds"].append(float(seconds[index].sum()))
+    arrays = {"step": steps, **{name: np.array(x) for name, x in columns.items()}}
+    if learning_rate is not None:
+        from jaxbucket.optim.schedules import learning_rate_at
+
+        done = (counts.report.examples / total, counts.report.real_tokens / total)
+        rates = [
+            learning_rate_at(
+                learning_rate,
+                step,
+                examples_before=round(step * done[0]),
+                tokens_before=round(step * done[1]),
+                num_examples=arrays["examples"][i],
+                num_tokens=arrays["tokens"][i],
+                num_rows=arrays["rows"][i],
+            )
+            for i, step in enumerate(steps.tolist())
+        ]
+        arrays["learning_rate"] = np.array(rates)
+    del arrays["rows"]
+    return arrays
+
+
+def _tokens_per_row(counts: BatchCounts) -> np.ndarray:
+    """Returns the mean tokens of the rows of each bucket, `[K]`.
+
+    Its own examples and those that are promoted to it are in random rows.
+    """
+    flow, tokens = counts.batches.flow, counts.tally.tokens.sum(axis=1).astype(float)
+    means = np.zeros(len(tokens))
+    for k, target in enumerate(flow.targets.tolist()):
+        means[k] = tokens[k] / max(flow.counts[k] + flow.carried[k], 1)
+        if target >= 0:
+            tokens[target] += flow.promoted[k] * means[k]
+    return means
+
+
+def _balance(
+    counts: BatchCounts,
+    lengths: Counted,
+    batches: np.ndarray,
+    num_devices: int,
+    rng: np.random.Generator,
+) -> float | None:
+    """Returns the most real tokens of a device, relative to the mean device."""
+    plan = counts.plan
+    if not isinstance(lengths, LengthCounts) or (plan.batch_sizes % num_devices).any():
+        return None
+    index, kept = plan.assign(lengths.lengths), plan.truncated(lengths.lengths)
+    most, total = 0.0, 0.0
+    for k, batch_size in enumerate(plan.batch_sizes.tolist()):
+        numbers = np.where(index == k, lengths.counts, 0)
+        if not batches[k] or not numbers.any() or batch_size > _MAX_ROWS:
+            continue
+        rows = rng.choice(kept, batch_size, p=numbers / numbers.sum())
+        tokens = rows.reshape(num_devices, -1).sum(axis=1)
+        most += batches[k] * tokens.max()
+        total += batches[k] * tokens.mean()
+    return most / total if total else None
