@@ -34,6 +34,7 @@ def measure_lengths(
     *,
     sequences: Mapping[str, Sequence[str]],
     length_fn: Mapping[str, Callable[[Any], int]] | None = None,
+    share: tuple[int, int] | None = None,
     **options: Unpack[MeasureOptions],
 ) -> dict[str, np.ndarray]: ...
 @overload
@@ -41,6 +42,7 @@ def measure_lengths(
     source: Source,
     *,
     length_fn: Mapping[str, Callable[[Any], int]],
+    share: tuple[int, int] | None = None,
     **options: Unpack[MeasureOptions],
 ) -> dict[str, np.ndarray]: ...
 @overload
@@ -49,6 +51,7 @@ def measure_lengths(
     *,
     length_fn: Callable[[Any], int] | None = None,
     sequences: Sequence[str] | None = None,
+    share: tuple[int, int] | None = None,
     **options: Unpack[MeasureOptions],
 ) -> np.ndarray: ...
 
@@ -58,6 +61,7 @@ def measure_lengths(
     *,
     length_fn: Callable[[Any], int] | Mapping[str, Callable[[Any], int]] | None = None,
     sequences: Sequences = None,
+    share: tuple[int, int] | None = None,
     num_workers: int = 0,
     cache: str | os.PathLike[str] | None = None,
     cache_key: str | None = None,
@@ -89,6 +93,9 @@ def measure_lengths(
         share its length, as in `MeshLoader`. A feature in several of them has an axis
         for each, in the order of the mapping. An example that lacks one of several
         sequences, as text without an image does, has an array of length 0 for it.
+      share: `(index, count)`, to measure only part `index` of `count` parts of the
+        source and store it in `cache`, which a task of another engine does, such as of
+        Apache Beam. A call without it then reads what all tasks have stored.
       num_workers: number of worker processes; 0 measures in this process. The source
         and the function are pickled and sent to each worker.
       cache: folder in which lengths are stored. They are reused if `sequences`,
@@ -104,13 +111,14 @@ def measure_lengths(
 
     Returns:
       `[N]` int32; with several sequences, a dict from the name of each to its `[N]`,
-      sorted by name, as `plan_buckets` takes it.
+      sorted by name, as `plan_buckets` takes it. With `share`, only its examples.
 
     Raises:
       ValueError: if the source is empty, if an example has no positive length in any
         sequence, if a feature is nested, if `length_fn` has names that `sequences`
-        lacks, if a feature lacks an axis, if `cache_key` is missing, or if processes
-        measure different sources or do not share `cache`.
+        lacks, if a feature lacks an axis, if `share` is no part or `cache_key` or
+        `cache` is missing, or if processes measure different sources or do not share
+        `cache`.
       RuntimeError: if a worker process dies.
     """
     is_single = not isinstance(sequences, Mapping)
@@ -130,6 +138,8 @@ def measure_lengths(
     label = str(axis_labels(sequences))
     options = (num_workers, cache, cache_key, group, progress)
     whole = Pass(measure, label, "Lengths", *options)
+    if share is not None:
+        return unnamed(whole.run(*_part(whole, share)))
     if group.count > 1:
         whole.run(*whole.share())
         group.gather("measuring lengths", "")
@@ -222,6 +232,19 @@ def measure_difficulty(
     options = (num_workers, cache, cache_key, group, progress)
     share = Pass(measure, "difficulty", "Difficulty", *options)
     return unnamed(share.run(*share.share()))
+
+
+def _part(whole: Pass, share: tuple[int, int]) -> tuple[int, int]:
+    """Returns `(start, stop)`, the examples of one of several parts of a source."""
+    index, count = share
+    if whole.cache is None or not 0 <= index < count:
+        raise ValueError(
+            f"`share={share}` with `cache={whole.cache}`: pass (index, count) with "
+            "0 <= index < count, and the folder in which lengths are stored."
+        )
+    spans = whole.spans(0, len(whole.measure.source))
+    ends = [0, *(stop for _, stop in spans)]
+    return ends[len(spans) * index // count], ends[len(spans) * (index + 1) // count]
 
 
 def _check_cache_key(

@@ -134,7 +134,7 @@ class Pass:
 
     def run(self, start: int, stop: int) -> dict[str | None, np.ndarray]:
         """Returns the numbers of the examples `start <= index < stop`, by name."""
-        spans = self._spans(start, stop)
+        spans = self.spans(start, stop)
         stored: dict[Span, Any] = {span: self._read(span) for span in spans}
         missing = [span for span in spans if stored[span] is None]
         total, left = (sum(end - first for first, end in x) for x in (spans, missing))
@@ -166,7 +166,7 @@ class Pass:
         workers = load_in_workers(measured, self.num_workers, num_threads=0)
         yield from zip(spans, workers, strict=True)
 
-    def _spans(self, start: int, stop: int) -> list[Span]:
+    def spans(self, start: int, stop: int) -> list[Span]:
         """Returns the shares that include these examples, the same in every process."""
         size = len(self.measure.source)
         step = max(_SMALLEST, -(-size // _SHARES))

@@ -26,6 +26,7 @@ from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Example, copy_features
 from jaxbucket.data.example_spec import check_not_nested
 from jaxbucket.data.measure import unnamed
+from jaxbucket.stream.estimate import StepEstimate, estimate_steps
 from jaxbucket.stream.examples import EpochDataset, ExampleStream, as_stream
 from jaxbucket.stream.iterator import StreamIterator
 from jaxbucket.stream.overlong import LengthLimits
@@ -244,6 +245,42 @@ class StreamDataset(grain.IterDataset[Batch]):
     def fingerprint(self) -> str:
         """32 hex digits of everything that batches depend on, except the stream."""
         return self._run.fingerprint
+
+    def steps_per_epoch(self, num_examples: int) -> StepEstimate:
+        """Estimates the steps of an epoch, from the lengths of the first plan.
+
+        Example:
+          >>> import jaxbucket as jb
+          >>> lengths = np.random.default_rng(0).integers(1, 100, 2000)
+          >>> plan = jb.plan_buckets(lengths, max_tokens=800, sample=True)
+          >>> dataset = grain.MapDataset.source([{"x": [1]}]).to_iter_dataset()
+          >>> batches = stream_batches(dataset, plan, pool_size=500, lengths=lengths)
+          >>> steps, error = batches.steps_per_epoch(num_examples=1_000_000)
+          >>> print(f"{steps:,.0f} steps, off by up to {error:,.0f}")
+          72,742 steps, off by up to 1,582
+
+        Args:
+          num_examples: the number of examples in an epoch.
+
+        Returns:
+          The number of steps, and by how much it may be wrong.
+
+        Raises:
+          ValueError: if `lengths` was not given, or `num_examples` is not positive.
+        """
+        phase = self._run.phases[0]
+        if phase.sample is None:
+            raise ValueError(
+                "`lengths` is missing, so the steps of an epoch cannot be estimated. "
+                "Pass `stream_batches(lengths=...)`, the lengths of the plan."
+            )
+        return estimate_steps(
+            phase.plan,
+            phase.sample,
+            check_positive("num_examples", num_examples),
+            self.max_segments,
+            self._run.accumulate,
+        )
 
     def position(self, step: int) -> DataPosition:
         """Returns the position that processes compare and that checkpoints hold.

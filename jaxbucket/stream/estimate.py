@@ -1,0 +1,85 @@
+"""The number of steps of a stream, estimated from the lengths that are known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.packing.rows import pack
+
+# The sample is divided into so many parts, whose differences show the error.
+_PARTS = 16
+# Standard errors on either side of a mean that hold 95% of cases, with as many parts
+# (Student's distribution).
+_WIDTH = 2.13
+
+
+class StepEstimate(NamedTuple):
+    """The number of steps of an epoch.
+
+    Attributes:
+      steps: the estimated number.
+      error: the true number differs by at most this much, with a probability of 95% if
+        the known lengths are a random sample.
+    """
+
+    steps: float
+    error: float
+
+
+def batches_per_example(
+    plan: BucketPlan, lengths: np.ndarray, max_segments: int | None
+) -> float:
+    """Returns the batches that an example needs, the mean over a sample.
+
+    Args:
+      plan: the shapes.
+      lengths: `[N]` or `[N, Q]` integers, the sample.
+      max_segments: the largest number of examples in a packed row; None without
+        packing.
+    """
+    rows = plan.kept_lengths(lengths)
+    if max_segments is not None:
+        seq_lens = plan.boundaries.tolist()
+        rows = pack(rows, seq_lens, max_segments_per_row=max_segments).row_lengths
+    return float((1 / plan.batch_sizes[plan.assign(rows)]).sum()) / len(lengths)
+
+
+def estimate_steps(
+    plan: BucketPlan,
+    lengths: np.ndarray,
+    num_examples: int,
+    max_segments: int | None = None,
+    accumulate: int = 1,
+) -> StepEstimate:
+    """Returns the steps of a stream of some number of examples.
+
+    Example: half of the examples fill batches of 300 rows, and half of 150.
+      >>> import jaxbucket as jb
+      >>> lengths = np.random.default_rng(0).integers(1, 3, size=1000)
+      >>> plan = jb.plan_buckets(lengths, max_tokens=300, num_buckets=2, sample=True)
+      >>> steps, error = estimate_steps(plan, lengths, num_examples=300_000)
+      >>> round(steps), round(error)
+      (1538, 22)
+
+    Args:
+      plan: the shapes.
+      lengths: `[N]` or `[N, Q]` integers, a sample of the lengths.
+      num_examples: the number of examples in an epoch.
+      max_segments: the largest number of examples in a packed row; None without
+        packing.
+      accumulate: the number of micro-batches of a step.
+    """
+    mean = batches_per_example(plan, lengths, max_segments)
+    parts = np.array_split(lengths, min(_PARTS, len(lengths)))
+    means = [batches_per_example(plan, part, max_segments) for part in parts]
+    spread = np.std(means, ddof=1) / np.sqrt(len(parts)) if len(parts) > 1 else mean
+    # Known lengths are not uncertain.
+    unknown = np.sqrt(max(0.0, 1 - len(lengths) / num_examples))
+    error = _WIDTH * spread * num_examples * unknown
+    # At the end of the stream, each bucket may have a batch with empty rows.
+    rest = len(plan) / 2
+    batches = num_examples * mean + rest
+    return StepEstimate(batches / accumulate, float(error + rest) / accumulate)
