@@ -81,7 +81,8 @@ class Cluster:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _checked(name, value))
-        if np.any(np.equal(self.hours_between_faults or 1, 0)):
+        hours = self.hours_between_faults
+        if hours is not None and not np.all(hours):
             raise ValueError(
                 "`hours_between_faults` has a 0. Pass positive hours, or None."
             )
@@ -127,15 +128,23 @@ class Cluster:
           number: the number of draws.
         """
         # The largest of H uniform numbers is distributed as U ** (1 / H).
-        return np.quantile(values, rng.random(number) ** (1 / self.num_hosts))
+        return _at_shares(values, rng.random(number) ** (1 / self.num_hosts))
 
     def fault_gaps(self, rng: np.random.Generator, number: int) -> np.ndarray:
         """Returns draws of the seconds until the first host fails, `[number]`."""
+        if self.hours_between_faults is None:
+            return np.full(number, np.finfo(np.float64).max)
         hours = np.asarray(self.hours_between_faults, np.float64)
         if hours.ndim:
             shares = 1 - rng.random(number) ** (1 / self.num_hosts)
-            return np.quantile(hours, shares) * _SECONDS_PER_HOUR
+            return _at_shares(np.sort(hours), shares) * _SECONDS_PER_HOUR
         return rng.exponential(hours * _SECONDS_PER_HOUR / self.num_hosts, number)
+
+
+def _at_shares(values: np.ndarray, shares: np.ndarray) -> np.ndarray:
+    """Returns the sorted values below which there are some shares of all values."""
+    places = (shares * len(values)).astype(np.int64)
+    return values[np.minimum(places, len(values) - 1)]
 
 
 def _checked(name: str, value: Any) -> float | np.ndarray:

@@ -264,10 +264,8 @@ def _add_faults(
         work / num_steps,
         (cluster.checkpoint_seconds, cluster.restart_seconds),
     )
-    gaps: Any = cluster.fault_gaps
-    if cluster.hours_between_faults is None:
-        gaps = lambda rng, number: np.full(number, np.inf)  # noqa: E731
-    interval = cluster.checkpoint_steps or best_interval(work, step, *costs, gaps)
+    gaps, interval = cluster.fault_gaps, cluster.checkpoint_steps
+    interval = interval or best_interval(work, step, *costs, gaps)
     runs = replay(work, interval * step, *costs, gaps)
     if not np.isfinite(runs.overhead).all():
         raise ValueError(

@@ -16,7 +16,8 @@ import pathlib
 
 class Source(list):
     def __getitem__(self, index):
-        pathlib.Path(r"{log}").open("a").write(f"{{index}}\\n")
+        with pathlib.Path(r"{log}").open("a") as file:
+            file.write(f"{{index}}\\n")
         return super().__getitem__(index)
 
 def open_source():

@@ -1,0 +1,277 @@
+"""Simulated epochs against runs that are played step by step, in plain numpy."""
+
+import json
+
+import numpy as np
+import optax
+import pytest
+
+import jaxbucket as jb
+from jaxbucket.optim.schedules import learning_rate_at
+from jaxbucket.simulate import Cluster, simulate
+from jaxbucket.simulate.faults import best_interval, replay
+
+LENGTHS = np.random.default_rng(0).integers(1, 500, 5000)
+PLAN = jb.plan_buckets(LENGTHS, max_tokens=4096, num_buckets=4, batch_size_multiple=8)
+
+
+def step_seconds(batch_size, seq_len):
+    return 0.1 + batch_size * seq_len * 1e-4
+
+
+def played(schedule, cluster, rng, num_runs=20):
+    """Returns the seconds of an epoch without faults, played on all hosts."""
+    parts = dict.fromkeys(("steps", "waiting", "data"), 0.0)
+    factors = cluster.factors()
+    for _ in range(num_runs):
+        for batch in schedule:
+            seconds = cluster.step_seconds(*batch.bucket.to_list())
+            hosts = seconds * rng.choice(factors, cluster.num_hosts)
+            rows = batch.bucket.batch_size / cluster.num_hosts
+            loads = rows * rng.choice(
+                np.atleast_1d(cluster.row_seconds), cluster.num_hosts
+            )
+            parts["steps"] += hosts.mean()
+            parts["waiting"] += hosts.max() - hosts.mean()
+            parts["data"] += max(0.0, loads.max() - hosts.max())
+    return {name: value / num_runs for name, value in parts.items()}
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 8])
+@pytest.mark.parametrize("skew", [0.0, 0.2, [1.0, 1.0, 1.5]], ids=str)
+@pytest.mark.parametrize("row_seconds", [0.0, [0.05, 0.1, 0.2]], ids=str)
+def test_the_parts_of_an_epoch_are_those_of_a_played_run(num_hosts, skew, row_seconds):
+    cluster = Cluster(
+        num_hosts=num_hosts,
+        step_seconds=step_seconds,
+        skew=skew,
+        row_seconds=row_seconds,
+        compile_seconds=2.5,
+    )
+    epoch = simulate(PLAN, LENGTHS, cluster)["plan"]
+    schedule = jb.BatchSchedule(PLAN, LENGTHS)
+    expected = played(schedule, cluster, np.random.default_rng(1))
+    total = sum(expected.values())
+    for name, seconds in expected.items():
+        assert abs(epoch.parts[name] - seconds) < 0.01 * total, name
+    assert epoch.parts["compile"] == 2.5 * len(PLAN)
+    assert epoch.seconds == sum(epoch.parts.values())
+    assert epoch.report == schedule.report()
+
+
+def test_steps_have_the_numbers_of_the_schedule():
+    cluster = Cluster(step_seconds=step_seconds)
+    schedule = jb.BatchSchedule(PLAN, LENGTHS)
+    steps = simulate(PLAN, LENGTHS, cluster, num_points=10**6)["plan"].steps
+    assert steps["step"].tolist() == list(range(len(schedule)))
+    rows = [batch.rows[batch.rows >= 0] for batch in schedule]
+    assert steps["examples"].tolist() == [len(row) for row in rows]
+    positions = [batch.bucket.num_tokens for batch in schedule]
+    assert steps["positions"].tolist() == positions
+    seconds = [step_seconds(*batch.bucket.to_list()) for batch in schedule]
+    np.testing.assert_allclose(steps["seconds"], seconds)
+    # Real tokens are means over the examples of a bucket.
+    tokens = np.array([LENGTHS[row].sum() for row in rows])
+    assert steps["tokens"].sum() == pytest.approx(tokens.sum(), rel=1e-9)
+    assert np.abs(steps["tokens"] / tokens - 1).mean() < 0.2
+
+
+def test_some_steps_are_at_equal_distances():
+    cluster = Cluster(step_seconds=step_seconds)
+    every = simulate(PLAN, LENGTHS, cluster, num_points=10**6)["plan"].steps
+    some = simulate(PLAN, LENGTHS, cluster, num_points=10)["plan"].steps
+    assert len(some["step"]) == 10 and np.ptp(np.diff(some["step"])) <= 1
+    np.testing.assert_array_equal(some["seconds"], every["seconds"][some["step"]])
+
+
+@pytest.mark.parametrize("work", [None, "examples", "tokens"])
+def test_learning_rates_are_those_of_the_optimizer(work):
+    curve = optax.linear_schedule(0.0, 1e-2, 50_000 if work else 30)
+    inner = curve if work is None else jb.optim.schedule_by_work(curve, work)
+    rate = jb.scale_schedule(inner, base_examples=16)
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+    params = np.ones(1, np.float32)
+    state, before = tx.init(params), {"examples_before": 0, "tokens_before": 0}
+    for step, batch in enumerate(jb.BatchSchedule(PLAN, LENGTHS)):
+        rows = batch.rows[batch.rows >= 0]
+        sizes = {"num_examples": len(rows), "num_tokens": int(LENGTHS[rows].sum())}
+        _, state = tx.update(params, state, params, **sizes)
+        found = learning_rate_at(rate, step, **before, **sizes)
+        assert found == pytest.approx(float(state.hyperparams["learning_rate"]), 1e-5)
+        before["examples_before"] += sizes["num_examples"]
+        before["tokens_before"] += sizes["num_tokens"]
+        if step == 40:
+            break
+    cluster = Cluster(step_seconds=step_seconds)
+    steps = simulate(PLAN, LENGTHS, cluster, learning_rate=rate)["plan"].steps
+    assert len(steps["learning_rate"]) == len(steps["step"])
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_balance_is_that_of_the_batches(num_devices):
+    cluster = Cluster(devices_per_host=num_devices, step_seconds=step_seconds)
+    most = total = 0
+    for epoch in range(3):
+        schedule = jb.BatchSchedule(PLAN, LENGTHS, seed=epoch)
+        for batch in schedule:
+            lengths = np.where(batch.rows < 0, 0, LENGTHS[batch.rows])
+            tokens = lengths.reshape(num_devices, -1).sum(axis=1)
+            most, total = most + tokens.max(), total + tokens.mean()
+    found = simulate(PLAN, LENGTHS, cluster)["plan"].balance
+    assert found == pytest.approx(most / total, abs=0.08)
+
+
+@pytest.mark.parametrize("checkpoint", [0.0, 30.0])
+@pytest.mark.parametrize("interval", [300.0, 1500.0])
+def test_faults_cost_what_the_formula_says(interval, checkpoint):
+    """Daly, 2006, A higher order estimate of the optimum checkpoint interval."""
+    mean, work, restart = 5000.0, 500_000.0, 100.0
+
+    def gaps(rng, number):
+        return rng.exponential(mean, number)
+
+    runs = replay(work, interval, checkpoint, restart, gaps)
+    cycle = mean * np.expm1((interval + checkpoint) / mean)
+    expected = cycle * work / interval
+    found = work + (runs.checkpoints + runs.lost).mean()
+    assert found == pytest.approx(expected, rel=0.01)
+    assert runs.restarts.mean() == pytest.approx(restart * expected / mean, rel=0.05)
+
+
+def test_a_replay_is_that_of_a_plain_loop():
+    rng = np.random.default_rng(3)
+    values = rng.uniform(50, 400, 1000)
+
+    def gaps(rng, number):
+        return np.full(number, next(stream))
+
+    for work, interval, checkpoint in ((1000, 90, 7), (300, 600, 7), (700, 100, 0)):
+        stream = iter(values)
+        runs = replay(work, interval, checkpoint, 11, gaps, num_runs=1)
+        clock, saved, expected = 0.0, 0.0, [0.0, 0.0, 0.0]
+        for gap in values:
+            clock = done = 0.0
+            while True:
+                step = min(interval, work - saved - done)
+                is_last = saved + done + step >= work
+                cost = step + (0 if is_last else checkpoint)
+                if clock + cost > gap:
+                    break
+                clock, done = clock + cost, done + step
+                if is_last:
+                    break
+                expected[0] += checkpoint
+            saved += done
+            if saved >= work:
+                break
+            expected[1] += gap - clock
+            expected[2] += 11
+        found = [runs.checkpoints[0], runs.lost[0], runs.restarts[0]]
+        np.testing.assert_allclose(found, expected)
+
+
+def test_the_interval_loses_least():
+    def gaps(rng, number):
+        return rng.exponential(20_000.0, number)
+
+    step, checkpoint = 2.0, 30.0
+    found = best_interval(10**6, step, checkpoint, 60.0, gaps)
+    assert found == pytest.approx(np.sqrt(2 * checkpoint * 20_000.0) / step, rel=0.35)
+    best, less, more = (
+        replay(10**6, found * step * x, checkpoint, 60.0, gaps).overhead.mean()
+        for x in (1, 0.3, 3)
+    )
+    assert best < less and best < more
+
+
+def test_a_cluster_with_faults_takes_longer_and_says_how_long():
+    cluster = Cluster(
+        num_hosts=64,
+        step_seconds=step_seconds,
+        hours_between_faults=0.5,
+        restart_seconds=5,
+        checkpoint_seconds=0.5,
+    )
+    epoch = simulate(PLAN, LENGTHS, cluster)["plan"]
+    assert epoch.parts["lost"] > 0 and epoch.parts["restarts"] > 0
+    assert epoch.range[0] < epoch.seconds < epoch.range[1]
+    assert epoch.checkpoint_steps and epoch.checkpoint_steps > 0
+
+
+def test_measured_values_replace_distributions():
+    rng = np.random.default_rng(0)
+    hours = rng.exponential(100, 100_000)
+    gaps = [
+        Cluster(num_hosts=16, hours_between_faults=x).fault_gaps(rng, 50_000).mean()
+        for x in (100.0, hours)
+    ]
+    assert gaps[0] == pytest.approx(100 * 3600 / 16, rel=0.02)
+    assert gaps[1] == pytest.approx(gaps[0], rel=0.03)
+    draws = Cluster(num_hosts=50).slowest(np.arange(1.0, 101), rng, 50_000)
+    expected = rng.integers(1, 101, (50_000, 50)).max(axis=1)
+    assert draws.mean() == pytest.approx(expected.mean(), rel=0.01)
+
+
+def test_several_plans_are_side_by_side():
+    one = jb.plan_buckets(LENGTHS, max_tokens=4096, num_buckets=1)
+    cluster = Cluster(step_seconds=step_seconds, checkpoint_steps=5)
+    simulation = simulate({"four": PLAN, "one $": one}, LENGTHS, cluster)
+    text = str(simulation)
+    assert "four" in text and "one $" in text
+    numbers = json.loads(simulation.to_json())
+    assert numbers["four"]["seconds"] < numbers["one $"]["seconds"]
+    assert numbers["four"]["steps"]["step"][0] == 0
+
+
+def test_plans_in_seconds_have_their_own_times():
+    limits = jb.Limits(max_tokens=4096, cost_fn=jb.plan.TokenCost(1000.0))
+    plan = jb.plan.plan_within(LENGTHS, limits)
+    epoch = simulate(plan, LENGTHS, Cluster())["plan"]
+    assert epoch.seconds == pytest.approx(jb.report(plan, LENGTHS).epoch_cost)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *((name, 0) for name in ("num_hosts", "devices_per_host", "checkpoint_steps")),
+        *((name, -1) for name in ("skew", "row_seconds", "compile_seconds")),
+        *((name, np.nan) for name in ("skew", "restart_seconds", "row_seconds")),
+        ("checkpoint_seconds", "1 s"),
+        ("skew", []),
+        ("skew", [[1.0]]),
+        ("row_seconds", [1, -1]),
+        ("row_seconds", ["x"]),
+        ("hours_between_faults", 0),
+        ("hours_between_faults", [5, 0]),
+    ],
+)
+def test_a_wrong_number_of_a_cluster_is_named(name, value):
+    with pytest.raises(ValueError, match=f"`{name}"):
+        Cluster(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "argument, plan, options",
+    [
+        ("step_seconds", PLAN, {"cluster": Cluster()}),
+        ("step_seconds", PLAN, {"cluster": Cluster(step_seconds=lambda b, t: -1)}),
+        ("plan", jb.plan_packing(LENGTHS, max_tokens=4096, pack="always").plan, {}),
+        ("order", PLAN, {"order": "source"}),
+        ("num_points", PLAN, {"num_points": 0}),
+        (
+            "checkpoint_steps",
+            PLAN,
+            {
+                "cluster": Cluster(
+                    step_seconds=step_seconds,
+                    hours_between_faults=[0.001],
+                    checkpoint_steps=100,
+                )
+            },
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(argument, plan, options):
+    options = {"cluster": Cluster(step_seconds=step_seconds), **options}
+    with pytest.raises(ValueError, match=f"`{argument}"):
+        simulate(plan, LENGTHS, **options)
