@@ -15,7 +15,7 @@ _RUNS, _FEW_RUNS = 200, 64
 # Intervals that are compared, and the faults that are enough to compare them.
 _INTERVALS, _ENOUGH_FAULTS = 40, 50
 # A run that has more faults does not get on.
-_MOST_FAULTS = 100_000
+_MOST_FAULTS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)

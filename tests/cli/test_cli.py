@@ -14,12 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 import jaxbucket as jb
-from jaxbucket import BucketPlan, Limits, plan_buckets, report
+from jaxbucket import Bucket, BucketPlan, Limits, plan_buckets, report
 from jaxbucket.cli import main
 from jaxbucket.cli.output import show
 from jaxbucket.compile.report import CompileReport, ProgramReport
 from jaxbucket.plan import Comparison, PlanCurve, Report, compare_plans, plan_curve
+from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.reports.epoch import BucketReport
+from jaxbucket.simulate import Cluster, simulate
 
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, 500, 1000).astype(np.int32)
@@ -205,11 +207,9 @@ def test_several_columns_are_planned_reported_and_compared(files):
 
 
 def test_the_keys_of_the_json_are_documented():
-    file = pathlib.Path(__file__).parents[2] / "docs" / "planning.md"
-    if not file.exists():
-        pytest.skip("The wheel is tested outside of the repository.")
-    page = file.read_text()
-    _, _, section = page.partition("### JSON")
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    page = (docs / "reference" / "command_line.md").read_text()
+    _, _, section = page.partition("## JSON")
     documented = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
     auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
     with_curve = numbers("plan", "lengths.npy", *BUDGET, *auto)
@@ -226,6 +226,56 @@ def test_the_keys_of_the_json_are_documented():
     for kind, values in attributes.items():
         undocumented = {x for x in values if f" {x}: " not in str(kind.__doc__)}
         assert all(x in documented or hasattr(kind, x) for x in undocumented)
+
+
+# Simulating
+
+MACHINES = ("--num-hosts", 4, "--skew", 0.1, "--hours-between-faults", 0.2)
+
+
+def test_simulate_has_the_numbers_of_the_library(files):
+    values, counts = np.unique(LENGTHS, return_counts=True)
+    histogram = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    pathlib.Path("histogram.json").write_text(json.dumps(histogram))
+    pathlib.Path("hours.json").write_text("[0.1, 0.3]")
+    times = ("--step-times", "times.json")
+    pathlib.Path("times.json").write_text('{"[8, 512]": 0.21, "[4, 128]": 0.1}')
+    for source in ("lengths.npy", "histogram.json"):
+        found = numbers("simulate", source, "plan.json", *times, *MACHINES)
+        cluster = Cluster(
+            num_hosts=4,
+            step_seconds=StepTime.fit({Bucket(8, 512): 0.21, Bucket(4, 128): 0.1}),
+            skew=0.1,
+            hours_between_faults=0.2,
+        )
+        expected = simulate({"plan.json": PLAN}, LENGTHS, cluster)
+        assert found == json.loads(expected.to_json())
+    run("simulate", "lengths.npy", "plan.json", *times, "--row-seconds", "hours.json")
+
+
+def test_histograms_are_planned_compared_and_reported(files):
+    values, counts = np.unique(LENGTHS, return_counts=True)
+    histogram = dict(zip(values.tolist(), (counts * 10**10).tolist(), strict=True))
+    pathlib.Path("histogram.json").write_text(json.dumps(histogram))
+    epoch = numbers("report", "plan.json", "histogram.json")["report"]
+    assert epoch["real_tokens"] == int(LENGTHS.sum()) * 10**10
+    run("plan", "histogram.json", *OPTIONS, "-o", "out.json", "--plot", "plot.png")
+    best = numbers("compare", "histogram.json", *OPTIONS)["plans"][0]["report"]
+    planned = numbers("report", "out.json", "histogram.json")["report"]
+    assert best == planned
+
+
+def test_step_times_may_be_those_of_programs_for_absent_devices():
+    programs = [
+        {"label": str(bucket), "name": name, "flops": flops * bucket.num_tokens}
+        for bucket in PLAN.buckets
+        for name, flops in (("train", 6000), ("evaluate", 2000))
+    ]
+    pathlib.Path("programs.json").write_text(json.dumps({"programs": programs}))
+    words = ("--programs", "programs.json", "--per-second", 1e6)
+    epoch = numbers("simulate", "lengths.npy", "plan.json", *words)["plan.json"]
+    padded = report(PLAN, LENGTHS).padded_tokens
+    assert epoch["seconds"] == pytest.approx(padded * 6000 / 1e6)
 
 
 # Measuring
@@ -335,6 +385,7 @@ def test_plots_are_drawn():
         ("plan", "pairs.npz", *COLUMNS, *BUDGET),
         ("compare", "lengths.npy", *OPTIONS),
         ("report", "plan.json", "lengths.npy"),
+        ("simulate", "lengths.npy", "plan.json", "--per-second", 1e4, *MACHINES),
     ):
         run(*command, "--plot", "plot.png")
         assert pathlib.Path("plot.png").stat().st_size > 5000
@@ -358,6 +409,7 @@ def test_text_fits_the_terminal_and_explanations_come_once(columns, monkeypatch)
         ("plan", "pairs.npz", *COLUMNS, *BUDGET),
         ("compare", "lengths.npy", *OPTIONS),
         ("report", "plan.json", "lengths.npy", "--tokens-per-device", 64),
+        ("simulate", "lengths.npy", "plan.json", "--per-second", 1e4, *MACHINES),
     ):
         output = run(*command)
         explained = [x for x in output.splitlines() if re.search(r"[a-z][.,] [A-Z]", x)]
@@ -365,7 +417,8 @@ def test_text_fits_the_terminal_and_explanations_come_once(columns, monkeypatch)
         # A table may be wider than 60 characters.
         assert all(len(line) <= 80 for line in output.splitlines())
         words = " ".join(output.split())
-        assert words.count("Padding: the share") == (command[0] != "measure")
+        explains = command[0] not in ("measure", "simulate")
+        assert words.count("Padding: the share") == explains
         quiet = run(*command, "--quiet")
         assert "Padding: the share" not in " ".join(quiet.split())
         assert set(quiet.splitlines()) <= set(output.splitlines())
@@ -485,6 +538,12 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("report plan.json plan.json", "plan.json"),
         ("compare lengths.npy --max-tokens 999 --plan lengths.npy", "lengths.npy"),
         ("compare lengths.npy --max-tokens 999 --remainder drop", "remainder"),
+        ("simulate lengths.npy plan.json", "step_seconds"),
+        ("simulate plan.json plan.json --per-second 9", "plan.json"),
+        ("simulate lengths.npy plan.json --per-second 9 --width 4", "depth"),
+        ("simulate lengths.npy plan.json --programs plan.json", "per_second"),
+        ("simulate lengths.npy plan.json --per-second 9 --skew -1", "skew"),
+        ("simulate lengths.npy plan.json --per-second 9 --learning-rate a:b", "a:b"),
         ("measure nothing.npy", "nothing.npy"),
         ("measure lengths.npy -o out.txt", "output"),
         ("measure pairs.npz --column en --column de -o out.npy", "output"),
@@ -515,6 +574,9 @@ def test_invalid_arguments_are_refused_without_a_traceback(words, shown):
         "plan lengths.npy --max-tokens 9 --scale 0",
         "compare lengths.npy --max-tokens 9 --num-buckets 0",
         "report plan.json",
+        "simulate lengths.npy",
+        "simulate lengths.npy plan.json --skew no.json",
+        "simulate lengths.npy plan.json --order source",
         "measure lengths.npy --unit pages",
         "unknown",
     ],

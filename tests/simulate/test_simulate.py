@@ -19,22 +19,20 @@ def step_seconds(batch_size, seq_len):
     return 0.1 + batch_size * seq_len * 1e-4
 
 
-def played(schedule, cluster, rng, num_runs=20):
+def played(schedule, cluster, rng, num_runs=500):
     """Returns the seconds of an epoch without faults, played on all hosts."""
-    parts = dict.fromkeys(("steps", "waiting", "data"), 0.0)
-    factors = cluster.factors()
-    for _ in range(num_runs):
-        for batch in schedule:
-            seconds = cluster.step_seconds(*batch.bucket.to_list())
-            hosts = seconds * rng.choice(factors, cluster.num_hosts)
-            rows = batch.bucket.batch_size / cluster.num_hosts
-            loads = rows * rng.choice(
-                np.atleast_1d(cluster.row_seconds), cluster.num_hosts
-            )
-            parts["steps"] += hosts.mean()
-            parts["waiting"] += hosts.max() - hosts.mean()
-            parts["data"] += max(0.0, loads.max() - hosts.max())
-    return {name: value / num_runs for name, value in parts.items()}
+    buckets = [batch.bucket for batch in schedule] * num_runs
+    size = len(buckets), cluster.num_hosts
+    seconds = np.array([step_seconds(*bucket.to_list()) for bucket in buckets])
+    hosts = seconds[:, None] * rng.choice(cluster.factors(), size)
+    rows = np.array([bucket.batch_size / cluster.num_hosts for bucket in buckets])
+    loads = rows[:, None] * rng.choice(np.atleast_1d(cluster.row_seconds), size)
+    parts = {
+        "steps": hosts.mean(axis=1),
+        "waiting": hosts.max(axis=1) - hosts.mean(axis=1),
+        "data": np.maximum(loads.max(axis=1) - hosts.max(axis=1), 0),
+    }
+    return {name: x.sum() / num_runs for name, x in parts.items()}
 
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 8])

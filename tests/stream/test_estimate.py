@@ -1,0 +1,60 @@
+"""The estimated steps of a stream, against streams that are read to their end."""
+
+import grain
+import numpy as np
+import pytest
+
+import jaxbucket as jb
+
+
+def stream(lengths, known, **options):
+    source = [{"x": np.zeros(n, np.int8)} for n in lengths]
+    dataset = grain.MapDataset.source(source).to_iter_dataset()
+    plan = jb.plan_buckets(
+        known, max_tokens=2048, num_buckets=6, sample=True, max_seq_len=256
+    )
+    return jb.stream_batches(dataset, plan, pool_size=512, lengths=known, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_segments_per_row": 8}, {"accumulate": 2}],
+    ids=str,
+)
+def test_the_number_of_steps_is_within_the_error(options):
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(3.5, 0.8, 6000).astype(int) + 1, 256)
+    within = []
+    for size in (500, 2000, 6000):
+        batches = stream(lengths, rng.permutation(lengths)[:size], **options)
+        steps, error = batches.steps_per_epoch(len(lengths))
+        number = sum(1 for _ in batches)
+        within.append(abs(number - steps) <= error)
+        # With all lengths, only the ends of the buckets are not certain.
+        assert error < (0.2 * number if size < 6000 else 4)
+    # 95% of them are.
+    assert sum(within) >= 2 and (within[-1] or "max_segments_per_row" in options)
+
+
+def test_the_error_falls_with_the_known_lengths():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 256, 4000)
+    errors = [
+        stream(lengths[:100], lengths[:size]).steps_per_epoch(10**6).error
+        for size in (40, 400, 4000)
+    ]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
+
+
+def test_unknown_lengths_and_numbers_are_named():
+    lengths = np.arange(1, 257)
+    for options, argument, number in (
+        ({"known": lengths}, "num_examples", 0),
+        ({"known": None}, "lengths", 10),
+    ):
+        batches = stream(lengths, lengths)
+        if options["known"] is None:
+            dataset = grain.MapDataset.source([{"x": [1]}]).to_iter_dataset()
+            batches = jb.stream_batches(dataset, batches.plan, pool_size=3000)
+        with pytest.raises(ValueError, match=f"`{argument}"):
+            batches.steps_per_epoch(number)
