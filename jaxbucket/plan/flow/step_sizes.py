@@ -106,7 +106,7 @@ class StepSizes:
             is_linear,
         )
 
-    @property
+    @functools.cached_property
     def multiple(self) -> int:
         """The number of which the rows of all shapes are multiples."""
         return int(np.gcd.reduce(self.multiples))
@@ -200,38 +200,34 @@ class StepSizes:
           For every possible size of a step, `[m]`: the index in `shape`, the rows of a
           step, the number of steps, and whether smaller steps were left out after it.
         """
-        multiple, parts = self.multiples[shape], []
-        largest = self.most[shape] // multiple
         full = rows // self.most[shape]
-        # If the rows fill the steps, one number of steps occurs twice.
-        rounded = full + (rows > full * self.most[shape])
-        for steps, is_new in ((full, full > 0), (rounded, rounded > full)):
-            divisor = np.maximum(steps, 1)
-            high = np.minimum(largest, rows // (divisor * multiple))
-            low = np.maximum(
-                self.least[shape] // multiple, rows // ((steps + 1) * multiple) + 1
-            )
-            low = np.maximum(low, (steps - 1) * largest // divisor + 1)
-            if not self.is_linear:
-                # Places of knots, of which the last one stands for the largest step.
-                last = np.searchsorted(self.knots, self.most[shape])
-                below = np.searchsorted(self.knots, high * multiple, side="right") - 1
-                low = np.searchsorted(self.knots, low * multiple)
-                high = np.where(high == largest, last, below)
-            number = np.clip(high - low + 1, 0, most_sizes) * is_new
-            parent = np.repeat(np.arange(len(rows)), number)
-            start = np.cumsum(number) - number
-            place = high[parent] - np.arange(len(parent)) + start[parent]
-            is_cut = (place > low[parent]) & (place == (high - number + 1)[parent])
-            size = place * multiple[parent]
-            if not self.is_linear:
-                size = np.minimum(self.knots[place], self.most[shape[parent]])
-            parts.append((parent, size, steps[parent], is_cut))
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        parent, size, steps, _ = columns
-        is_rest = np.flatnonzero(rows[parent] > size * steps)
-        parent, size, steps, is_cut = (column[is_rest] for column in columns)
-        return parent, size, steps, is_cut
+        # If the rows fill the steps, one number of steps occurs twice, so one is 0.
+        steps = np.append(full, (full + 1) * (rows > full * self.most[shape]))
+        used = np.flatnonzero(steps)
+        parent, steps = used % max(len(rows), 1), steps[used]
+        shape, rows = shape[parent], rows[parent]
+        multiple, least = self.multiples[shape], self.least[shape]
+        largest = self.most[shape] // multiple
+        high = np.minimum(largest, rows // (steps * multiple))
+        low = np.maximum(least // multiple, rows // ((steps + 1) * multiple) + 1)
+        low = np.maximum(low, (steps - 1) * largest // steps + 1)
+        if not self.is_linear:
+            # Places of knots, of which the last one stands for the largest step.
+            last = np.searchsorted(self.knots, self.most[shape])
+            below = np.searchsorted(self.knots, high * multiple, side="right") - 1
+            low = np.searchsorted(self.knots, low * multiple)
+            high = np.where(high == largest, last, below)
+        number = np.minimum(np.maximum(high - low + 1, 0), most_sizes)
+        case = np.repeat(np.arange(len(rows)), number)
+        rank = np.arange(len(case)) - (np.cumsum(number) - number)[case]
+        place = high[case] - rank
+        is_cut = (rank == most_sizes - 1) & (place > low[case])
+        size = place * multiple[case]
+        if not self.is_linear:
+            size = np.minimum(self.knots[place], self.most[shape[case]])
+        is_rest = np.flatnonzero(rows[case] > size * steps[case])
+        case = case[is_rest]
+        return parent[case], size[is_rest], steps[case], is_cut[is_rest]
 
 
 def _on_a_line(rows: np.ndarray, costs: np.ndarray) -> bool:
