@@ -188,18 +188,18 @@ class Search:
         """
         problem, sizes = self.problem, self.problem.sizes
         rows = problem.examples[end] - self._num_in_rows(states)[parent]
-        padded = sizes.padded_costs(end, rows)
+        cost = states.cost[parent]
+        paid = cost + sizes.padded_costs(end, rows)
+        padded = _States(end, np.zeros_like(rows), paid, parent)
         short = np.flatnonzero(end < len(problem) - 1)
         filler, size, steps, is_cut = sizes.filled(
             end[short], rows[short], self.width // 2
         )
         up = short[filler]
-        filled = steps * sizes.cost(end[up], size)
-        index = np.append(np.arange(len(end)), up)
-        cost = states.cost[parent[index]] + np.append(padded, filled)
-        carry = np.append(np.zeros_like(rows), rows[up] - size * steps)
-        extended = _States(end[index], carry, cost, parent[index])
-        return extended, np.append(np.zeros(len(end), bool), is_cut)
+        paid = cost[up] + steps * sizes.cost(end[up], size)
+        filled = _States(end[up], rows[up] - size * steps, paid, parent[up])
+        is_cut = np.concatenate([np.zeros(len(end), bool), is_cut])
+        return _States.concatenate([padded, filled]), is_cut
 
     def _prune(self, states: _States, left: int, limit: int) -> _States:
         """Returns the states to extend further, at most `width`.

@@ -139,11 +139,11 @@ class StepSizes:
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, **columns)
 
-    def cost(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def cost(self, shape: np.ndarray | int, rows: np.ndarray) -> np.ndarray:
         """Returns the cost of a step of some rows, `[n]`.
 
         Args:
-          shape: `[n]` integers, the indices of shapes.
+          shape: `[n]` integers, the indices of shapes; or one for all rows.
           rows: `[n]` integers, possible numbers of rows of a step of this shape.
         """
         upper = np.searchsorted(self.knots, rows)
@@ -200,16 +200,17 @@ class StepSizes:
           For every possible size of a step, `[m]`: the index in `shape`, the rows of a
           step, the number of steps, and whether smaller steps were left out after it.
         """
-        full = rows // self.most[shape]
-        # If the rows fill the steps, one number of steps occurs twice, so one is 0.
-        steps = np.append(full, (full + 1) * (rows > full * self.most[shape]))
-        used = np.flatnonzero(steps)
-        parent, steps = used % max(len(rows), 1), steps[used]
-        shape, rows = shape[parent], rows[parent]
-        multiple, least = self.multiples[shape], self.least[shape]
-        largest = self.most[shape] // multiple
-        high = np.minimum(largest, rows // (steps * multiple))
-        low = np.maximum(least // multiple, rows // ((steps + 1) * multiple) + 1)
+        most, multiple = self.most[shape], self.multiples[shape]
+        full = rows // most
+        # The number of steps is rounded down, if that is not 0, and up.
+        down, up = np.flatnonzero(full), np.flatnonzero(rows > full * most)
+        parent = np.concatenate([down, up])
+        steps = np.concatenate([full[down], full[up] + 1])
+        shape, rows, multiple = shape[parent], rows[parent], multiple[parent]
+        largest, least = most[parent] // multiple, self.least[shape] // multiple
+        # The largest and the smallest step with a remainder, in multiples.
+        high = np.minimum(largest, (rows - 1) // (steps * multiple))
+        low = np.maximum(least, rows // ((steps + 1) * multiple) + 1)
         low = np.maximum(low, (steps - 1) * largest // steps + 1)
         if not self.is_linear:
             # Places of knots, of which the last one stands for the largest step.
@@ -219,15 +220,12 @@ class StepSizes:
             high = np.where(high == largest, last, below)
         number = np.minimum(np.maximum(high - low + 1, 0), most_sizes)
         case = np.repeat(np.arange(len(rows)), number)
-        rank = np.arange(len(case)) - (np.cumsum(number) - number)[case]
-        place = high[case] - rank
-        is_cut = (rank == most_sizes - 1) & (place > low[case])
+        place = (high + np.cumsum(number) - number)[case] - np.arange(len(case))
+        last = np.where(high - low < most_sizes, -1, high - most_sizes + 1)
         size = place * multiple[case]
         if not self.is_linear:
             size = np.minimum(self.knots[place], self.most[shape[case]])
-        is_rest = np.flatnonzero(rows[case] > size * steps[case])
-        case = case[is_rest]
-        return parent[case], size[is_rest], steps[case], is_cut[is_rest]
+        return parent[case], size, steps[case], place == last[case]
 
 
 def _on_a_line(rows: np.ndarray, costs: np.ndarray) -> bool:
