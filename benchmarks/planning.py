@@ -69,12 +69,19 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", help="prefixes of the sets to include")
     parser.add_argument("--many", action="store_true", help="run only the last part")
     parser.add_argument("--small", action="store_true", help="run only small sets")
-    parser.add_argument("--before", type=pathlib.Path, help="JSON of `--small --json`")
+    parser.add_argument("--seconds", action="store_true", help="run only the times")
+    parser.add_argument("--before", type=pathlib.Path, help="JSON of the same part")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    before = json.loads(args.before.read_text()) if args.before else {}
+    if args.seconds:
+        rows = planning_seconds()
+        for old, new in zip(before, rows, strict=bool(before)):
+            new |= {"before": old["seconds"], "ratio": new["seconds"] / old["seconds"]}
+        print(json.dumps(rows)) if args.json else show_rows(Console(), TIMES, rows)
+        return
     if args.small:
         small = small_sets(all_sets(args.data), args.sets)
-        before = json.loads(args.before.read_text()) if args.before else {}
         print(json.dumps(small)) if args.json else show_small(Console(), small, before)
         return
     if args.many:
@@ -295,32 +302,49 @@ def without_promotion(
 
 
 def planning_seconds() -> list[dict[str, Any]]:
-    """Returns the best of three times, for lengths in memory."""
-    rng = np.random.default_rng(0)
-    many = np.clip(rng.lognormal(6, 1, 10_000_000), 1, 8192).astype(np.int32)
-    long = np.clip(rng.lognormal(9, 1.3, 1_000_000), 1, 131_072).astype(np.int32)
-    cases = {
-        "10 million lengths to 8,192, K=8, multiples of 8": lambda: jb.plan_buckets(
-            many, max_tokens=1 << 19, batch_size_multiple=8, seq_len_multiple=8
+    """Returns the best of three CPU times, for lengths in memory."""
+    many, some = lognormal(10_000_000, 6, 1, 8192), lognormal(1_000_000, 5.5, 1, 4096)
+    long = lognormal(1_000_000, 9, 1.3, 131_072)
+    by_flops = jb.plan.TransformerCost(width=1024, depth=16)
+    rows: Any = {"batch_size_multiple": 8}
+    large: Any = {"max_tokens": 1 << 20, "num_buckets": 32, **rows}
+    cases: dict[str, tuple[np.ndarray, dict[str, Any]]] = {
+        "10 million lengths to 8,192, K=8, multiples of 8": (
+            many,
+            {"max_tokens": 1 << 19, "seq_len_multiple": 8, **rows},
         ),
-        "10 million lengths to 8,192, K=8": lambda: jb.plan_buckets(
-            many, max_tokens=1 << 19, batch_size_multiple=8
+        "10 million lengths to 8,192, K=8": (many, {"max_tokens": 1 << 19, **rows}),
+        "1 million lengths to 131,072, K=32": (long, large),
+        "the same by quadratic cost": (long, {**large, "cost_fn": by_flops}),
+        "the same, a budget of 16 million": (long, {**large, "max_tokens": 1 << 24}),
+        "1 million lengths to 4,096, K=8": (some, {"max_tokens": 1 << 18}),
+        "the same, multiples of 16": (
+            some,
+            {"max_tokens": 1 << 18, "seq_len_multiple": 16, **rows},
         ),
-        "1 million lengths to 131,072, K=32": lambda: jb.plan_buckets(
-            long, max_tokens=1 << 20, num_buckets=32, batch_size_multiple=8
+        "1 million lengths to 4,096, K=32": (
+            some,
+            {"max_tokens": 1 << 18, "num_buckets": 32},
         ),
-        "the same by quadratic cost": lambda: jb.plan_buckets(
-            long,
-            max_tokens=1 << 20,
-            num_buckets=32,
-            batch_size_multiple=8,
-            cost_fn=jb.plan.TransformerCost(width=1024, depth=16),
-        ),
-        "the same, a budget of 16 million": lambda: jb.plan_buckets(
-            long, max_tokens=1 << 24, num_buckets=32, batch_size_multiple=8
+        "1 million lengths to 16,384, K=16, multiples of 128": (
+            lognormal(1_000_000, 5.5, 1.3, 16_384),
+            {"max_tokens": 1 << 18, "num_buckets": 16, "seq_len_multiple": 128, **rows},
         ),
     }
-    return [{"case": name, "seconds": best_of_three(f)} for name, f in cases.items()]
+    return [
+        {
+            "case": name,
+            "seconds": min(
+                timed(jb.plan_buckets, lengths, **options)[1] for _ in range(3)
+            ),
+        }
+        for name, (lengths, options) in cases.items()
+    ]
+
+
+def lognormal(size: int, mean: float, sigma: float, longest: int) -> np.ndarray:
+    lengths = np.random.default_rng(0).lognormal(mean, sigma, size)
+    return np.clip(lengths, 1, longest).astype(np.int32)
 
 
 def many_buckets_and_lengths() -> dict[str, Any]:
@@ -411,15 +435,7 @@ def timed(task: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, flo
     return result, time.process_time() - start
 
 
-def best_of_three(task: Callable[[], Any]) -> float:
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        task()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
+TIMES = "CPU seconds of planning, best of three"
 COLUMN_NAMES = {
     "equal tokens": "equal tokens",
     "quantile": "equal count",
@@ -453,26 +469,20 @@ def show(result: dict[str, Any]) -> None:
     for name, number in result["violations"].items():
         console.print(f"{name}: {number}")
     show_small(console, result["small"], {})
-    for title, part in (
-        ("200,000 uniform lengths", result["token_batching"]),
-        ("Planning, best of three", result["seconds"]),
-    ):
-        table = Table(title=title)
-        for name in part[0]:
-            table.add_column(str(name), justify="right" if name != "case" else "left")
-        for r in part:
-            table.add_row(
-                *(
-                    f"{x:.2%}"
-                    if n == "padding"
-                    else f"{x:,.3f}"
-                    if n == "seconds"
-                    else str(x)
-                    for n, x in r.items()
-                )
-            )
-        console.print(table)
+    show_rows(console, "200,000 uniform lengths", result["token_batching"])
+    show_rows(console, TIMES, result["seconds"])
     show_many(console, result["many"])
+
+
+def show_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> None:
+    formats = {"padding": "{:.2%}", "seconds": "{:.3f}", "before": "{:.3f}"}
+    formats |= {"ratio": "{:.2f}"}
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, justify="right" if name != "case" else "left")
+    for row in rows:
+        table.add_row(*(formats.get(name, "{}").format(row[name]) for name in row))
+    console.print(table)
 
 
 def show_small(

@@ -85,10 +85,13 @@ class Search:
         self.incomplete = False
         self.pairs = 0
         self.cost = INFINITE
-        # `[n, block]`: the ends in blocks, padded with G.
+        # `[n, block]`: the ends in blocks, padded with G, their rates, and the cost of
+        # the rows after them.
         block = -(-len(problem) // _NUM_BLOCKS)
         ends = np.arange(-(-len(problem) // block) * block).reshape(-1, block)
         self.blocks = np.minimum(ends, len(problem))
+        self.rates = np.append(problem.rates, 0)[self.blocks]
+        self.after = np.append(problem.beyond[1:], 0)[self.blocks] * self.rates
         # `[G]`: the least cost of a row that is promoted from a bucket.
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
@@ -125,12 +128,11 @@ class Search:
         empty = np.zeros(0, np.int64)
         parts = [_States(empty, empty, empty, empty)]
         for parent, end in self._open_pairs(states, left, limit):
-            padded, filled, is_cut = self._extensions(states, parent, end)
-            for extended in (padded, filled):
-                promising = self._bound(extended, left) < limit
-                parts.append(extended.take(np.flatnonzero(promising)))
+            extended, is_cut = self._extensions(states, parent, end)
+            promising = self._bound(extended, left) < limit
+            parts.append(extended.take(np.flatnonzero(promising)))
             # Those that were left out promote more rows, which costs no less.
-            self.incomplete |= bool((self._bound(filled, left) < limit)[is_cut].any())
+            self.incomplete |= bool((promising & is_cut).any())
             self.pairs += _EXTENSION_COST * len(end)
             if sum(len(part.end) for part in parts) > _MAX_STATES:
                 parts = [self._best_of(_States.concatenate(parts), left, limit)]
@@ -159,49 +161,45 @@ class Search:
         its bound reaches the limit. This bound uses the rate of the first end, the
         lowest in the block, and the least cost after any end of the block.
         """
-        blocks, lasts = self.blocks, self.blocks[:, -1]
-        rates = np.append(self.problem.rates, 0)
-        fixed = np.append(-self.problem.beyond[1:] * rates[:-1], 0)
-        beyond = np.append(self.bounds[left][1:], INFINITE)
-        of_block = fixed[blocks[:, 0]] + beyond[blocks].min(axis=1)
-        of_end = fixed + beyond
+        blocks, rates = self.blocks, self.rates
+        beyond = np.append(self.bounds[left][1:], INFINITE)[blocks]
+        of_block = beyond.min(axis=1) - self.after[:, 0]
+        of_end = beyond - self.after
         rows = self.problem.rows_left(self._num_in_rows(states))
+        most = limit - states.cost
         for parent in _chunks(len(rows), _CHUNK // len(blocks)):
-            bound = rows[parent, None] * rates[blocks[:, 0]] + of_block
-            bound += states.cost[parent, None]
-            row, block = np.nonzero(
-                (bound < limit) & (lasts > states.end[parent, None])
-            )
+            bound = rows[parent, None] * rates[:, 0] + of_block
+            is_open = bound < most[parent, None]
+            is_open &= blocks[:, -1] > states.end[parent, None]
+            row, block = _nonzero(is_open)
             self.pairs += bound.size + len(row) * blocks.shape[1]
             for part in _chunks(len(row), _CHUNK // blocks.shape[1]):
-                state, end = parent[row[part], None], blocks[block[part]]
-                bound = rows[state] * rates[end] + of_end[end] + states.cost[state]
-                pair = np.nonzero((bound < limit) & (end > states.end[state]))
+                state, place = parent[row[part], None], block[part]
+                bound, end = rows[state] * rates[place] + of_end[place], blocks[place]
+                pair = _nonzero((bound < most[state]) & (end > states.end[state]))
                 yield state[pair[0], 0], end[pair]
 
     def _extensions(
         self, states: _States, parent: np.ndarray, end: np.ndarray
-    ) -> tuple[_States, _States, np.ndarray]:
-        """Returns the states that pad the remainders, and those that promote them.
+    ) -> tuple[_States, np.ndarray]:
+        """Returns the states that pad the remainders, then those that promote them.
 
-        The last result is whether states that promote more were left out after one.
+        The second result is whether states that promote more were left out after one.
         """
         problem, sizes = self.problem, self.problem.sizes
-        before = problem.below[states.end[parent] + 1]
-        rows = problem.examples[end] - before + states.carry[parent]
+        rows = problem.examples[end] - self._num_in_rows(states)[parent]
         cost = states.cost[parent]
-        padded = cost + sizes.padded_costs(end, rows)
+        paid = cost + sizes.padded_costs(end, rows)
+        padded = _States(end, np.zeros_like(rows), paid, parent)
         short = np.flatnonzero(end < len(problem) - 1)
         filler, size, steps, is_cut = sizes.filled(
             end[short], rows[short], self.width // 2
         )
         up = short[filler]
-        filled = cost[up] + steps * sizes.cost(end[up], size)
-        return (
-            _States(end, np.zeros_like(rows), padded, parent),
-            _States(end[up], rows[up] - size * steps, filled, parent[up]),
-            is_cut,
-        )
+        paid = cost[up] + steps * sizes.cost(end[up], size)
+        filled = _States(end[up], rows[up] - size * steps, paid, parent[up])
+        is_cut = np.concatenate([np.zeros(len(end), bool), is_cut])
+        return _States.concatenate([padded, filled]), is_cut
 
     def _prune(self, states: _States, left: int, limit: int) -> _States:
         """Returns the states to extend further, at most `width`.
@@ -247,13 +245,12 @@ def _undominated(group: np.ndarray, value: np.ndarray, cost: np.ndarray) -> np.n
     An entry is dominated by another entry of the same group if neither the value nor
     the cost of that entry is higher.
     """
-    order = np.lexsort((cost, value, group))
-    # A single running minimum works for all groups, because all ranks of a group are
+    order = np.lexsort((value, cost, -group))
+    # A single running minimum works for all groups, because all levels of a group are
     # below those of the previous group.
-    rank = np.unique(cost, return_inverse=True)[1]
-    level = (rank - group * (len(rank) + 1))[order]
-    cheapest_before = np.minimum.accumulate(np.append(INFINITE, level))[:-1]
-    return order[level < cheapest_before]
+    level = (value + group * (value.max(initial=0) + 1))[order]
+    least_before = np.minimum.accumulate(np.append(INFINITE, level))[:-1]
+    return order[level < least_before][::-1]
 
 
 def _most_promising(bound: np.ndarray, group: np.ndarray, width: int) -> np.ndarray:
@@ -280,6 +277,11 @@ def _chunks(size: int, most: int) -> Iterator[np.ndarray]:
     """Yields `range(size)` in parts of at most `most` numbers."""
     for start in range(0, size, max(1, most)):
         yield np.arange(start, min(start + max(1, most), size))
+
+
+def _nonzero(mask: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns `np.nonzero(mask)`, which is slow for more than one dimension."""
+    return np.unravel_index(np.flatnonzero(mask), mask.shape)
 
 
 def _trace(levels: list[_States], last: int) -> np.ndarray:

@@ -128,14 +128,14 @@ def _best_ends(problem: Problem, beyond: np.ndarray) -> tuple[np.ndarray, np.nda
     """
     size, rates = len(problem), problem.rates
     at_end = beyond[1:] - problem.beyond[1:] * rates
-    costs, ends = np.zeros(size, np.int64), np.zeros(size, np.int64)
     stride = 1 << (size - 1).bit_length()
+    # Entry j + 1 is the best end for j, and the entries around all j do not limit it.
+    costs, ends = np.zeros(size, np.int64), np.full(2 * stride + 1, size - 1)
+    ends[0] = 0
     while stride:
         first = np.arange(stride - 1, size, 2 * stride)
-        before, after = first - stride, first + stride
-        low = np.maximum(first, np.where(before < 0, 0, ends[before]))
-        # If no j after this one has been solved, any end is possible.
-        high = np.where(after < size, ends[np.minimum(after, size - 1)], size - 1)
+        known = ends[: 2 * stride * len(first) + 1 : 2 * stride]
+        low, high = np.maximum(first, known[:-1]), known[1:]
         lengths = high - low + 1
         starts = np.cumsum(lengths) - lengths
         end = np.arange(lengths.sum()) + np.repeat(low - starts, lengths)
@@ -143,9 +143,9 @@ def _best_ends(problem: Problem, beyond: np.ndarray) -> tuple[np.ndarray, np.nda
         total += np.repeat(problem.beyond[first], lengths) * rates[end]
         costs[first] = np.minimum.reduceat(total, starts)
         is_best = np.flatnonzero(total == np.repeat(costs[first], lengths))
-        ends[first] = end[is_best[np.searchsorted(is_best, starts)]]
+        ends[first + 1] = end[is_best[np.searchsorted(is_best, starts)]]
         stride //= 2
-    return costs, ends
+    return costs, ends[1 : size + 1]
 
 
 def _rounded(rows: np.ndarray, multiple: int) -> np.ndarray:

@@ -55,7 +55,7 @@ def fitted(sizes: StepSizes, counts: Sequence[int] | np.ndarray) -> Fit:
     for k, count in enumerate(counts.tolist()):
         most_sizes = _MOST_SIZES if k < len(counts) - 1 else 0
         parent, size, steps, rest = _options(sizes, k, count + carry, most_sizes)
-        cost = cost[parent] + steps * sizes.cost(np.full(len(size), k), size)
+        cost = cost[parent] + steps * sizes.cost(k, size)
         batches = batches[parent] + steps
         best = _best(rest, cost, batches, size)
         carry, cost, batches = rest[best], cost[best], batches[best]
@@ -105,8 +105,9 @@ def _best(
     rest: np.ndarray, cost: np.ndarray, batches: np.ndarray, size: np.ndarray
 ) -> np.ndarray:
     """Returns the choices to extend: each promotes more rows, and costs less."""
-    place = rest * _NUM_RANGES // (int(rest.max()) + 1)
-    least = np.full(_NUM_RANGES, cost.max())
+    number = min(_NUM_RANGES, len(rest))
+    place = rest * number // (int(rest.max()) + 1)
+    least = np.full(number, cost.max())
     np.minimum.at(least, place, cost)
     least = np.minimum.accumulate(least)
     open_ = np.flatnonzero((place == 0) | (cost < least[place - 1]))
@@ -152,7 +153,7 @@ def fitted_between(
             np.cumsum(repeats) - repeats, repeats
         )
         target = np.append(above, k)[np.where(rest > 0, place, -1)]
-        cost = cost[parent] + steps * sizes.cost(np.full(len(size), k), size)
+        cost = cost[parent] + steps * sizes.cost(k, size)
         carried, chosen = carried[parent], chosen[parent]
         carried[np.arange(len(parent)), target] += rest
         chosen[:, k] = size

@@ -106,7 +106,7 @@ class StepSizes:
             is_linear,
         )
 
-    @property
+    @functools.cached_property
     def multiple(self) -> int:
         """The number of which the rows of all shapes are multiples."""
         return int(np.gcd.reduce(self.multiples))
@@ -139,11 +139,11 @@ class StepSizes:
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, **columns)
 
-    def cost(self, shape: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def cost(self, shape: np.ndarray | int, rows: np.ndarray) -> np.ndarray:
         """Returns the cost of a step of some rows, `[n]`.
 
         Args:
-          shape: `[n]` integers, the indices of shapes.
+          shape: `[n]` integers, the indices of shapes; or one for all rows.
           rows: `[n]` integers, possible numbers of rows of a step of this shape.
         """
         upper = np.searchsorted(self.knots, rows)
@@ -200,38 +200,32 @@ class StepSizes:
           For every possible size of a step, `[m]`: the index in `shape`, the rows of a
           step, the number of steps, and whether smaller steps were left out after it.
         """
-        multiple, parts = self.multiples[shape], []
-        largest = self.most[shape] // multiple
-        full = rows // self.most[shape]
-        # If the rows fill the steps, one number of steps occurs twice.
-        rounded = full + (rows > full * self.most[shape])
-        for steps, is_new in ((full, full > 0), (rounded, rounded > full)):
-            divisor = np.maximum(steps, 1)
-            high = np.minimum(largest, rows // (divisor * multiple))
-            low = np.maximum(
-                self.least[shape] // multiple, rows // ((steps + 1) * multiple) + 1
-            )
-            low = np.maximum(low, (steps - 1) * largest // divisor + 1)
-            if not self.is_linear:
-                # Places of knots, of which the last one stands for the largest step.
-                last = np.searchsorted(self.knots, self.most[shape])
-                below = np.searchsorted(self.knots, high * multiple, side="right") - 1
-                low = np.searchsorted(self.knots, low * multiple)
-                high = np.where(high == largest, last, below)
-            number = np.clip(high - low + 1, 0, most_sizes) * is_new
-            parent = np.repeat(np.arange(len(rows)), number)
-            start = np.cumsum(number) - number
-            place = high[parent] - np.arange(len(parent)) + start[parent]
-            is_cut = (place > low[parent]) & (place == (high - number + 1)[parent])
-            size = place * multiple[parent]
-            if not self.is_linear:
-                size = np.minimum(self.knots[place], self.most[shape[parent]])
-            parts.append((parent, size, steps[parent], is_cut))
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        parent, size, steps, _ = columns
-        is_rest = np.flatnonzero(rows[parent] > size * steps)
-        parent, size, steps, is_cut = (column[is_rest] for column in columns)
-        return parent, size, steps, is_cut
+        most, multiple = self.most[shape], self.multiples[shape]
+        full = rows // most
+        # The number of steps is rounded down, if that is not 0, and up.
+        down, up = np.flatnonzero(full), np.flatnonzero(rows > full * most)
+        parent = np.concatenate([down, up])
+        steps = np.concatenate([full[down], full[up] + 1])
+        shape, rows, multiple = shape[parent], rows[parent], multiple[parent]
+        largest, least = most[parent] // multiple, self.least[shape] // multiple
+        # The largest and the smallest step with a remainder, in multiples.
+        high = np.minimum(largest, (rows - 1) // (steps * multiple))
+        low = np.maximum(least, rows // ((steps + 1) * multiple) + 1)
+        low = np.maximum(low, (steps - 1) * largest // steps + 1)
+        if not self.is_linear:
+            # Places of knots, of which the last one stands for the largest step.
+            last = np.searchsorted(self.knots, self.most[shape])
+            below = np.searchsorted(self.knots, high * multiple, side="right") - 1
+            low = np.searchsorted(self.knots, low * multiple)
+            high = np.where(high == largest, last, below)
+        number = np.minimum(np.maximum(high - low + 1, 0), most_sizes)
+        case = np.repeat(np.arange(len(rows)), number)
+        place = (high + np.cumsum(number) - number)[case] - np.arange(len(case))
+        last = np.where(high - low < most_sizes, -1, high - most_sizes + 1)
+        size = place * multiple[case]
+        if not self.is_linear:
+            size = np.minimum(self.knots[place], self.most[shape[case]])
+        return parent[case], size, steps[case], place == last[case]
 
 
 def _on_a_line(rows: np.ndarray, costs: np.ndarray) -> bool:
