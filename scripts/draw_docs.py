@@ -16,6 +16,7 @@ import numpy as np
 
 import jaxbucket as jb
 from jaxbucket.plan.reports.plots import plot_plan
+from jaxbucket.simulate.plots import plot_simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +38,7 @@ def main() -> None:
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "jaxbucket"
     draw_plan().savefig(folder / "plan.png", dpi=120)
+    draw_epochs().savefig(folder / "simulated.png", dpi=100)
     # The quick start, up to its plan.
     _, _, code = (ROOT / "README.md").read_text().partition("```python\n")
     names: dict = {}
@@ -66,6 +68,27 @@ def draw_plan() -> Figure:
     # The documents are bytes, and each byte is a token.
     epoch = dataclasses.replace(jb.report(plan, lengths), unit="bytes")
     return plot_plan(plan, lengths, epoch=epoch).figure.get_figure(root=True)
+
+
+def draw_epochs() -> Figure:
+    """Draws epochs of a billion examples on 1,024 hosts."""
+    lengths = jb.LengthCounts({128: 700_000_000, 512: 250_000_000, 4096: 50_000_000})
+    limits = jb.Limits(max_tokens=2**27, batch_size_multiple=4096)
+    plans = {
+        name: jb.plan.plan_within(lengths, limits, num_buckets=number)
+        for name, number in (("three shapes", 3), ("one shape", 1))
+    }
+    cluster = jb.simulate.Cluster(
+        num_hosts=1024,
+        devices_per_host=4,
+        step_seconds=jb.plan.TransformerCost(4096, 32, flops_per_second=8e17),
+        skew=0.02,
+        compile_seconds=60,
+        hours_between_faults=20_000,
+        restart_seconds=300,
+        checkpoint_seconds=20,
+    )
+    return plot_simulation(jb.simulate.simulate(plans, lengths, cluster))
 
 
 def new_figure(height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:

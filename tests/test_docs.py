@@ -165,6 +165,15 @@ def test_the_commands_of_the_page_on_budgets_run(tmp_path):
     assert commands == ["fit", "measure", "plan", "precompile", "plan"]
 
 
+def test_the_commands_of_the_page_on_the_time_of_a_run_run(tmp_path):
+    page = PAGES["decide/time_of_a_run"]
+    (histogram,) = re.findall(r"echo '(.+)' > histogram.json", page)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "histogram.json").write_text(histogram)
+    commands = run_commands(page, tmp_path)
+    assert commands == ["plan", "plan", "simulate"]
+
+
 @pytest.mark.exhaustive
 def test_the_commands_of_the_page_on_translation_run(tmp_path):
     pairs = [{"en": "a" * n, "de": "b" * (n + 9)} for n in range(20, 140)]

@@ -21,6 +21,7 @@ from jaxbucket.base.permutation import fold, permute
 from jaxbucket.base.sizes import total_lengths
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report
+from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.epoch_batches import EpochBatches
 from jaxbucket.schedule.pacing import Unit
 from jaxbucket.schedule.packed_rows import PackedRows
@@ -72,7 +73,7 @@ class EpochRows(EpochBatches):
         self._lengths = lengths if subset is None else lengths[subset]
         self._remainder: Remainder = remainder
         self._num_examples = len(lengths)
-        counts = bucket_counts(plan, lengths, subset)
+        counts = Tally.of(plan, self._lengths).examples
         super().__init__(
             plan,
             counts,
@@ -182,16 +183,6 @@ class EpochRows(EpochBatches):
             start = end
 
 
-def bucket_counts(
-    plan: BucketPlan, lengths: np.ndarray, subset: np.ndarray | None = None
-) -> np.ndarray:
-    """Returns the number of examples that the plan assigns to each bucket, `[K]`."""
-    counts = np.zeros(len(plan) + 1, np.int64)
-    for _, index in _assigned(plan, lengths, subset):
-        counts += np.bincount(index + 1, minlength=len(counts))
-    return counts[1:]
-
-
 def sort_by_bucket(
     out: np.ndarray,
     plan: BucketPlan,
@@ -206,7 +197,7 @@ def sort_by_bucket(
       >>> from jaxbucket import Bucket
       >>> plan = BucketPlan((Bucket(4, 8), Bucket(2, 16)), max_tokens=32)
       >>> lengths, examples = np.array([9, 8, 16, 3, 5]), np.empty(5, np.uint32)
-      >>> counts = bucket_counts(plan, lengths)
+      >>> counts = Tally.of(plan, lengths).examples
       >>> sort_by_bucket(examples, plan, lengths, counts, "descending")
       >>> examples
       array([1, 4, 3, 2, 0], dtype=uint32)
@@ -216,7 +207,7 @@ def sort_by_bucket(
       plan: the buckets.
       lengths: `[N]` integers that the plan accepts, or `[N, Q]` with a column for each
         of several sequences.
-      counts: `[K]` integers, the result of `bucket_counts`, whose sum is N'.
+      counts: `[K]` integers, the number of examples of each bucket, whose sum is N'.
       within: how the examples of a bucket are sorted: in "source" order, or
         "ascending" or "descending" by (total) length. Ties stay in source order.
       subset: `[N]` bool, the examples to write; None for all. The plan has to accept

@@ -39,9 +39,10 @@ class Cluster:
       step_seconds: `(batch_size, seq_len)` -> the mean seconds that a host computes in
         a step, such as `Calibration.cost`; None for the costs of the plan, which are
         then in seconds.
-      skew: how the time of a host varies around this mean: the standard deviation of
-        its logarithm, or measured factors. All hosts wait for the slowest one in every
-        step. 0 if `step_seconds` are of steps on all hosts, which include this.
+      skew: how the times of hosts differ in a step: the standard deviation of their
+        logarithm, or measured factors of the mean host of the same step. All hosts wait
+        for the slowest one in every step. 0 if `step_seconds` are of steps on all
+        hosts, which include this.
       row_seconds: the seconds that a host needs to load a row of a batch, with all of
         its workers. Loading overlaps with the previous step.
       compile_seconds: the seconds to compile the program of one shape; 0 if this was

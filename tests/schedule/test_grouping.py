@@ -3,11 +3,13 @@ import pytest
 
 from jaxbucket import Bucket, BucketPlan
 from jaxbucket.base import length_counts
-from jaxbucket.schedule.epoch_rows import bucket_counts, sort_by_bucket
+from jaxbucket.plan.tally import Tally
+from jaxbucket.schedule.epoch_rows import sort_by_bucket
 
 
 def examples_by_bucket(plan, lengths, within, subset=None):
-    counts = bucket_counts(plan, lengths, subset)
+    used = lengths if subset is None else lengths[subset]
+    counts = Tally.of(plan, used).examples
     result = np.empty(counts.sum(), np.uint32)
     sort_by_bucket(result, plan, lengths, counts, within, subset)
     return result, counts
