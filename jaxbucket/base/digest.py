@@ -3,11 +3,17 @@
 import hashlib
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import IO, Any
 
 
 def digest(*parts: bytes | memoryview) -> str:
     """Returns the BLAKE2b digest of the concatenated parts, 32 hex digits."""
+    return digest_all(parts)
+
+
+def digest_all(parts: Iterable[bytes | memoryview]) -> str:
+    """Returns `digest(*parts)`, with one part in memory at a time."""
     state = _new_state()
     for part in parts:
         state.update(part)

@@ -15,7 +15,7 @@ from jaxbucket.base.batch import BatchIndices
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer
-from jaxbucket.base.digest import digest
+from jaxbucket.base.digest import digest, digest_all
 from jaxbucket.base.length_counts import chunks
 from jaxbucket.schedule.example_draws import BatchDraws
 
@@ -145,7 +145,7 @@ class Schedule(abc.ABC):
         """32 hex digits that identify the lengths, for any integer dtype."""
         columns = [self.lengths] if self.parts is None else self.parts.values()
         parts = (part for column in columns for part in chunks(column))
-        return digest(*(np.ascontiguousarray(part, "<i4").data for part in parts))
+        return digest_all(np.ascontiguousarray(part, "<i4").data for part in parts)
 
     @property
     def fingerprint(self) -> str:

@@ -75,10 +75,10 @@ class BucketSequence:
         return self._longer[min_bucket]
 
 
-def bucket_shares(
+def rows_by_bucket(
     plan: BucketPlan, lengths: np.ndarray, max_segments: int | None
-) -> list[Fraction]:
-    """Returns the exact share of steps of each bucket.
+) -> np.ndarray:
+    """Returns the number of rows of each bucket that a sample fills, `[K]` integers.
 
     Args:
       plan: the shapes.
@@ -88,12 +88,25 @@ def bucket_shares(
         packing.
     """
     lengths = plan.kept_lengths(lengths)
+    if not len(lengths):
+        return np.zeros(len(plan), np.int64)
     if max_segments is not None:
         boundaries = plan.boundaries.tolist()
         lengths = pack(
             lengths, boundaries, max_segments_per_row=max_segments
         ).row_lengths
-    rows = np.bincount(plan.assign(lengths), minlength=len(plan)).tolist()
+    return np.bincount(plan.assign(lengths), minlength=len(plan))
+
+
+def bucket_shares(
+    plan: BucketPlan, lengths: np.ndarray, max_segments: int | None
+) -> list[Fraction]:
+    """Returns the exact share of steps of each bucket.
+
+    Args:
+      plan, lengths, max_segments: as for `rows_by_bucket`.
+    """
+    rows = rows_by_bucket(plan, lengths, max_segments).tolist()
     batches = [
         # At least 1, so that a bucket without an example in the sample has a share.
         Fraction(max(count, 1), bucket.batch_size)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.packing.rows import pack
+from jaxbucket.stream.bucket_sequence import rows_by_bucket
 
 # The sample is divided into so many parts, whose differences show the error.
 _PARTS = 16
@@ -27,24 +27,6 @@ class StepEstimate(NamedTuple):
 
     steps: float
     error: float
-
-
-def batches_per_example(
-    plan: BucketPlan, lengths: np.ndarray, max_segments: int | None
-) -> float:
-    """Returns the batches that an example needs, the mean over a sample.
-
-    Args:
-      plan: the shapes.
-      lengths: `[N]` or `[N, Q]` integers, the sample.
-      max_segments: the largest number of examples in a packed row; None without
-        packing.
-    """
-    rows = plan.kept_lengths(lengths)
-    if max_segments is not None:
-        seq_lens = plan.boundaries.tolist()
-        rows = pack(rows, seq_lens, max_segments_per_row=max_segments).row_lengths
-    return float((1 / plan.batch_sizes[plan.assign(rows)]).sum()) / len(lengths)
 
 
 def estimate_steps(
@@ -68,13 +50,17 @@ def estimate_steps(
       plan: the shapes.
       lengths: `[N]` or `[N, Q]` integers, a sample of the lengths.
       num_examples: the number of examples in an epoch.
-      max_segments: the largest number of examples in a packed row; None without
-        packing.
+      max_segments: as for `rows_by_bucket`.
       accumulate: the number of micro-batches of a step.
     """
-    mean = batches_per_example(plan, lengths, max_segments)
+
+    def batches_per_example(sample: np.ndarray) -> float:
+        rows = rows_by_bucket(plan, sample, max_segments)
+        return float((rows / plan.batch_sizes).sum()) / len(sample)
+
+    mean = batches_per_example(lengths)
     parts = np.array_split(lengths, min(_PARTS, len(lengths)))
-    means = [batches_per_example(plan, part, max_segments) for part in parts]
+    means = [batches_per_example(part) for part in parts]
     spread = np.std(means, ddof=1) / np.sqrt(len(parts)) if len(parts) > 1 else mean
     # Known lengths are not uncertain.
     unknown = np.sqrt(max(0.0, 1 - len(lengths) / num_examples))

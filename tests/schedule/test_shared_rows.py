@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -57,6 +58,21 @@ def test_narrow_lengths_do_not_wrap_around(tmp_path, overlong, max_seq_len):
     expected = jb.BatchSchedule(plan, lengths, order="source", balance=True)
     assert schedule.report() == expected.report()
     assert [x.rows.tolist() for x in schedule] == [x.rows.tolist() for x in expected]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_no_memory_is_needed_for_each_example(tmp_path, dtype):
+    size = 8_000_000
+    lengths = np.random.default_rng(0).integers(1, 300, size, dtype)
+    memory_map = mapped(tmp_path, lengths, dtype)
+    plan = jb.plan_buckets(lengths, max_tokens=30_000)
+    tracemalloc.start()
+    schedule = jb.BatchSchedule(plan, memory_map)
+    assert schedule.fingerprint and schedule[0] and schedule.report()
+    jb.plan_buckets(memory_map, max_tokens=30_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * size
 
 
 def test_a_file_is_for_its_plan_lengths_order_and_subset(tmp_path, lengths):
