@@ -151,29 +151,31 @@ def main() -> None:
 def measured(part: str, folder: str, before: pathlib.Path | None) -> dict:
     """Returns the numbers of a part."""
     path = f"{folder}/{part}.npy"
+    trees = {"now": None} | ({"before": before} if before else {})
     if part == "report":
-        trees = {"now": None} | ({"before": before} if before else {})
         return {name: run(REPORT, 10**8, path, tree) for name, tree in trees.items()}
     if part == "simulate":
         return run(SIMULATE, 0, path)
     size = 10**8 if part == "shared" else 10**9
     file = run(WRITE, size, path)
     if part == "shared":
-        one, four = shared(1, size, path), shared(4, size, path)
-        return {
-            "one": one["megabytes"],
-            "four": four["megabytes"],
-            "ratio": four["megabytes"] / one["megabytes"],
-            "equal": four["rows"] == one["rows"],
-        }
+        return {name: compared(size, path, tree) for name, tree in trees.items()}
     built, again = run(SCHEDULE, size, path), run(SCHEDULE, size, path)
     equal = built["fingerprint"] == again["fingerprint"]
     return {"file": file, "built": built, "again": again, "equal": equal}
 
 
-def shared(count: int, size: int, path: str) -> dict:
-    """Returns the memory of all of several processes at the same time, in MB."""
-    started = [start(SHARED, size, path) for _ in range(count)]
+def compared(size: int, path: str, tree: pathlib.Path | None) -> dict:
+    """Returns the memory of schedules in one process, and in four of a host."""
+    (one, rows), (four, same) = (shared(n, size, path, tree) for n in (1, 4))
+    return {"one": one, "four": four, "ratio": four / one, "equal": same == rows}
+
+
+def shared(
+    count: int, size: int, path: str, tree: pathlib.Path | None
+) -> tuple[float, list[int]]:
+    """Returns the MB of all of several processes at the same time, and their rows."""
+    started = [start(SHARED, size, path, tree) for _ in range(count)]
     for process in started:
         assert process.stdout and process.stdout.readline() == "ready\n"
     results = []
@@ -186,9 +188,7 @@ def shared(count: int, size: int, path: str) -> dict:
     for process in started:
         process.communicate("\n")
     assert all(result["rows"] == results[0]["rows"] for result in results)
-    return {"megabytes": sum(x["megabytes"] for x in results)} | {
-        "rows": results[0]["rows"]
-    }
+    return sum(x["megabytes"] for x in results), results[0]["rows"]
 
 
 def run(code: str, size: int, path: str, tree: pathlib.Path | None = None) -> dict:

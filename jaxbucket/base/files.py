@@ -13,6 +13,7 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -107,9 +108,11 @@ def shared_array(
     """
     if path is not None:
         try:
-            with _locked(path):
-                if not path.exists():
-                    _write_array(path, size, dtype, fill)
+            # A folder may be read-only once the file is there.
+            if not path.exists():
+                with _locked(path):
+                    if not path.exists():
+                        _write_array(path, size, dtype, fill)
         except OSError as error:
             warnings.warn(
                 f"`{path}`, an array that processes of a host would share, cannot be "
@@ -118,10 +121,37 @@ def shared_array(
             )
         else:
             with Noting(f"This is {path}. Delete it, so that it is written again."):
-                return np.asarray(np.load(path, mmap_mode="r"))
+                values = SharedArray.open(path)
+                if values.shape != (size,) or values.dtype != dtype:
+                    raise ValueError(
+                        f"`{path}` has {values.dtype} of shape {values.shape}, not "
+                        f"{np.dtype(dtype)} of shape {(size,)}."
+                    )
+                return values
     values = np.empty(size, dtype)
     fill(values)
     return values
+
+
+class SharedArray(np.ndarray):
+    """A mapped file. It is pickled as the name of the file, as for a loader's worker.
+
+    Arrays made from it, such as slices, are pickled as usual.
+    """
+
+    path: str | None = None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> SharedArray:
+        """Returns the array in a `.npy` file."""
+        values = np.load(path, mmap_mode="r").view(cls)
+        values.path = os.path.abspath(path)
+        return values
+
+    def __reduce__(self) -> Any:
+        if self.path is None:
+            return super().__reduce__()
+        return SharedArray.open, (self.path,)
 
 
 def _write_array(
@@ -154,6 +184,8 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
     lock = path.with_name(f"{path.name}.lock")
     with lock.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-        # A process that waits for it, or locks a new one, finds the file.
-        delete(lock)
+        try:
+            yield
+        finally:
+            # A process that waits for it, or locks a new one, finds the file.
+            delete(lock)

@@ -14,6 +14,7 @@ from jaxbucket.base.checks import check_lengths
 _MAX_TABLE = 1 << 24
 # The number of examples that are processed at a time, which limits the memory.
 _CHUNK = 1 << 20
+_MAX_TOKENS = 2**62
 
 
 class LengthCounts:
@@ -40,8 +41,8 @@ class LengthCounts:
         one of them.
 
     Raises:
-      ValueError: if a length or a count is not a positive integer, or none is left. A
-        count of 0 leaves out its length.
+      ValueError: if a length or a count is not a positive integer, or none is left, or
+        there are more than 2**62 tokens. A count of 0 leaves out its length.
     """
 
     def __init__(self, counts: Mapping[int, int] | ArrayLike, name: str = "lengths"):
@@ -51,7 +52,13 @@ class LengthCounts:
         else:
             self.given = check_lengths(counts, name, keep=True)
             pairs = _counted(self.given)
-        self.lengths, self.counts = merged(*pairs)
+        self.lengths, self.counts = _merged(*pairs)
+        # Sums of tokens are 64-bit integers.
+        if self.lengths.astype(float) @ self.counts.astype(float) >= _MAX_TOKENS:
+            raise ValueError(
+                f"`{name}` has {self.lengths.astype(float) @ self.counts:.3g} tokens. "
+                f"Pass lengths with less than {_MAX_TOKENS:.3g} in all."
+            )
 
     @classmethod
     def of(cls, lengths: Any) -> LengthCounts:
@@ -62,6 +69,22 @@ class LengthCounts:
     def num_examples(self) -> int:
         """The number of examples."""
         return int(self.counts.sum())
+
+    def split(self, max_seq_len: int) -> LengthCounts:
+        """Returns the counts of the chunks of examples that are split.
+
+        Example:
+          >>> LengthCounts([3, 10, 8]).split(4).counts
+          array([1, 1, 4])
+        """
+        rest = (self.lengths - 1) % max_seq_len + 1
+        full = int(((self.lengths - 1) // max_seq_len * self.counts).sum())
+        result = object.__new__(LengthCounts)
+        result.lengths, result.counts = _merged(
+            np.append(rest, max_seq_len), np.append(self.counts, full)
+        )
+        result.given = result.lengths
+        return result
 
     def spread(self, number: int) -> np.ndarray:
         """Returns lengths at equal distances in sorted order, at most `number`."""
@@ -93,9 +116,12 @@ def _counted(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns lengths and how often they occur; a large one may be there repeatedly."""
     last = int(lengths.max())
     if last > _MAX_TABLE:
-        parts = [np.unique(part, return_counts=True) for part in chunks(lengths)]
-        values, counts = map(np.concatenate, zip(*parts, strict=True))
-        return values, counts
+        pairs = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        for part in chunks(lengths):
+            more = np.unique(part, return_counts=True)
+            both = zip(pairs, more, strict=True)
+            pairs = _merged(*map(np.concatenate, both))
+        return pairs
     table = np.zeros(last + 1, np.int64)
     for part in chunks(lengths):
         found = np.bincount(part)
@@ -104,24 +130,18 @@ def _counted(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, table[values]
 
 
-def merged(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _merged(lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the different lengths, `[V]` int64 increasing, and their total counts.
-
-    Example:
-      >>> merged(np.array([5, 3, 5]), np.array([1, 2, 1]))
-      (array([3, 5]), array([2, 2]))
 
     Args:
       lengths: `[n]` integers.
       counts: `[n]` integers, the examples of each.
     """
     lengths, counts = lengths.astype(np.int64), counts.astype(np.int64)
-    if (np.diff(lengths) > 0).all():
-        return lengths, counts
     values, places = np.unique(lengths, return_inverse=True)
     totals = np.zeros(len(values), np.int64)
     np.add.at(totals, places, counts)
-    return values, totals
+    return values[totals > 0], totals[totals > 0]
 
 
 def chunks(values: np.ndarray) -> Iterator[np.ndarray]:

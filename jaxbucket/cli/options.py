@@ -321,8 +321,10 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
             data = sys.stdin.buffer.read()
             if data.startswith(b"\x1f\x8b"):
                 data = gzip.decompress(data)
-            path = pathlib.Path(folder, f"stdin{suffix_of(data)}")
+            path = pathlib.Path(folder, "stdin.json")
             path.write_bytes(data)
+            if not data.lstrip().startswith(b"{") or not _histogram(path):
+                path = path.rename(path.with_suffix(suffix_of(data)))
             return read_columns(path, columns, **options)
     if path.suffix == ".json" and (counts := _histogram(path)):
         return LengthCounts(counts, name=str(path))
@@ -429,12 +431,17 @@ def _program_times(path: pathlib.Path, per_second: float | None) -> CostFn:
     """Returns the seconds of the programs of `jaxbucket precompile`, by shape."""
     if per_second is None:
         raise ValueError("`programs` requires `per_second`, operations per second.")
-    programs = json.loads(path.read_text("utf-8"))["programs"]
     flops: dict[str, float] = {}
-    for program in programs:
-        # Of training and evaluation, training has more operations.
-        label, number = program["label"], program["flops"] or 0
-        flops[label] = max(number, flops.get(label, 0))
+    try:
+        for program in json.loads(path.read_text("utf-8"))["programs"]:
+            # Of training and evaluation, training has more operations.
+            label, number = program["label"], program["flops"] or 0
+            flops[label] = max(number, flops.get(label, 0))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"`programs={path}` is not what `jaxbucket precompile --json` printed: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
     def seconds(batch_size: int, seq_len: Any) -> float:
         label = f"[{batch_size}, {seq_len}]"

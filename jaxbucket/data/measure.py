@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 
 import numpy as np
 
+from jaxbucket.base.checks import check_integer
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Sequences
@@ -122,7 +123,8 @@ def measure_lengths(
       RuntimeError: if a worker process dies.
     """
     is_single = not isinstance(sequences, Mapping)
-    if length_fn is None and is_single and isinstance(source, TokenSource):
+    is_known = isinstance(source, TokenSource) and share is None
+    if length_fn is None and is_single and is_known:
         check_sequences(source, cast(Sequence[str] | None, sequences))
         return source.lengths
     functions = _length_functions(length_fn, sequences)
@@ -236,8 +238,8 @@ def measure_difficulty(
 
 def _part(whole: Pass, share: tuple[int, int]) -> tuple[int, int]:
     """Returns `(start, stop)`, the examples of one of several parts of a source."""
-    index, count = share
-    if whole.cache is None or not 0 <= index < count:
+    index, count = (check_integer("share", number, least=0) for number in share)
+    if whole.cache is None or index >= count:
         raise ValueError(
             f"`share={share}` with `cache={whole.cache}`: pass (index, count) with "
             "0 <= index < count, and the folder in which lengths are stored."

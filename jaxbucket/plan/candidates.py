@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_longest
-from jaxbucket.base.length_counts import LengthCounts, merged
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.policies import TRUNCATING, Overlong
 from jaxbucket.plan.chunks import nothing_left
 from jaxbucket.plan.flow.batch_sizes import Fit, fitted
@@ -139,10 +139,9 @@ def _cumulative(
       `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
       examples that are at most this long; and `[G]` int64, the number of their tokens.
     """
-    values, counts, full = lengths.lengths, lengths.counts, 0
     if overlong == "split":
-        full = int(((values - 1) // last * counts).sum())
-        values, counts = merged((values - 1) % last + 1, counts)
+        lengths = lengths.split(last)
+    values, counts = lengths.lengths, lengths.counts
     is_over = values > last
     over = int(counts[is_over].sum())
     values, counts = values[~is_over], counts[~is_over]
@@ -155,9 +154,8 @@ def _cumulative(
     examples = np.append(0, np.cumsum(counts))[num_values]
     tokens = np.append(0, np.cumsum(counts * values))[num_values]
     if overlong in TRUNCATING:
-        full = over
-    examples[-1] += full
-    tokens[-1] += full * last
+        examples[-1] += over
+        tokens[-1] += over * last
     if examples[-1] == 0:
         raise ValueError(nothing_left(last))
     return ends, examples, tokens

@@ -40,17 +40,14 @@ class Tally:
         examples = np.zeros(len(plan) + 1, np.int64)
         tokens = np.zeros((len(plan) + 1, plan.seq_lens.shape[1]), np.int64)
         changes = dict.fromkeys(_CHANGES, 0)
-        longest = plan.seq_lens[-1, 0]
-        for rows, numbers in _parts(plan, lengths):
-            if plan.overlong == "split":
-                is_split = rows > longest
-                full = (rows - 1) // longest * numbers
-                # Full chunks are only counted.
-                rows = (rows - 1) % longest + 1
-                examples[-1] += full.sum()
-                tokens[-1] += full.sum() * longest
-                changes["split_examples"] += int(numbers[is_split].sum())
-                changes["chunks"] += int((full + numbers)[is_split].sum())
+        if plan.overlong == "split":
+            lengths = LengthCounts.of(lengths)
+            is_split = lengths.lengths > plan.max_seq_len
+            numbers = lengths.counts[is_split]
+            pieces = -(-lengths.lengths[is_split] // plan.max_seq_len)
+            changes["split_examples"] = int(numbers.sum())
+            changes["chunks"] = int((pieces * numbers).sum())
+        for rows, numbers in parts(plan, lengths):
             index = plan.assign(rows)
             kept = plan.truncated(rows).reshape(len(rows), -1)
             np.add.at(examples, index + 1, numbers)
@@ -63,14 +60,18 @@ class Tally:
         return cls(examples[1:], tokens[1:], changes)
 
 
-def _parts(
+def parts(
     plan: BucketPlan, lengths: Counted
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields lengths, `[n]` or `[n, Q]` int64, and the number of examples of each."""
+    """Yields lengths, `[n]` or `[n, Q]` int64, and the number of examples of each.
+
+    They are those of chunks if the plan splits examples.
+    """
     if not plan.sequences:
         counted = LengthCounts.of(lengths)
-        if plan.overlong != "split":
-            plan.check(counted.given)
+        if plan.overlong == "split":
+            counted = counted.split(plan.max_seq_len)
+        plan.check(counted.given)
         yield counted.lengths, counted.counts
         return
     for part in chunks(lengths_matrix(lengths, plan.sequences)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,12 +17,12 @@ from jaxbucket.plan.costs import SECONDS, CostFn
 # A number with a distribution that an attribute describes, or `[n]` measured values,
 # which are equally likely.
 Measured: TypeAlias = float | ArrayLike
-# The number of values that stand for a distribution.
-_NUM_VALUES = 20_000
+# Normally distributed numbers by their shares, which are below 1.
+_QUANTILE, _MOST = statistics.NormalDist().inv_cdf, 1 - 1e-16
 _SECONDS_PER_HOUR = 3600.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cluster:
     """The machines of a run, and how long they take.
 
@@ -44,12 +45,12 @@ class Cluster:
         for the slowest one in every step. 0 if `step_seconds` are of steps on all
         hosts, which include this.
       row_seconds: the seconds that a host needs to load a row of a batch, with all of
-        its workers. Loading overlaps with the previous step.
+        its workers; or those of measured rows. The next batch is loaded during a step.
       compile_seconds: the seconds to compile the program of one shape; 0 if this was
         done ahead of time.
       hours_between_faults: the mean hours until a host fails, which are distributed
-        exponentially, or measured hours; None without faults. Any fault stops all
-        hosts.
+        exponentially; or measured hours, of which several hosts need only the mean;
+        None without faults. Any fault stops all hosts.
       restart_seconds: the seconds from a fault to the next step.
       checkpoint_seconds: the seconds for which training waits while a checkpoint is
         written.
@@ -109,37 +110,45 @@ class Cluster:
         value = self.step_seconds(bucket.batch_size, bucket.seq_len)
         return check_float(f"step_seconds of {bucket}", value)
 
-    def factors(self) -> np.ndarray:
-        """Returns the factors of the time of a host, sorted, `[n]`."""
-        values = np.asarray(self.skew, np.float64)
-        if values.ndim:
-            return np.sort(values)
-        normal = np.random.default_rng(0).standard_normal(_NUM_VALUES)
-        factors = np.exp(values * np.sort(normal))
-        return factors / factors.mean()
-
     def slowest(
-        self, values: np.ndarray, rng: np.random.Generator, number: int
-    ) -> np.ndarray:
-        """Returns draws of the largest of one value for each host, `[number]`.
+        self, rng: np.random.Generator, number: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns draws of how much longer a step and loading take on the slowest host.
 
-        Args:
-          values: `[n]` sorted values of a host.
-          rng: the random numbers.
-          number: the number of draws.
+        Returns:
+          `[number]` factors of `step_seconds` on the slowest host; and `[number]`
+          numbers of standard deviations by which the slowest loader is above its mean.
         """
         # The largest of H uniform numbers is distributed as U ** (1 / H).
-        return _at_shares(values, rng.random(number) ** (1 / self.num_hosts))
+        shares = rng.random((2, number)) ** (1 / self.num_hosts)
+        deviations = np.array(
+            [[*map(_QUANTILE, np.clip(x, 1e-300, _MOST))] for x in shares]
+        )
+        skew = np.asarray(self.skew, np.float64)
+        if skew.ndim:
+            return _at_shares(np.sort(skew), shares[0]), deviations[1]
+        # The mean of the factors of all hosts is 1.
+        return np.exp(skew * deviations[0] - skew**2 / 2), deviations[1]
+
+    @property
+    def mean_factor(self) -> float:
+        """The mean factor of `step_seconds`."""
+        skew = np.asarray(self.skew, np.float64)
+        return float(skew.mean()) if skew.ndim else 1.0
 
     def fault_gaps(self, rng: np.random.Generator, number: int) -> np.ndarray:
-        """Returns draws of the seconds until the first host fails, `[number]`."""
+        """Returns draws of the seconds until the first host fails, `[number]`.
+
+        Of several hosts, whose times since their last fault differ, faults are
+        distributed exponentially (Palm and Khintchine's theorem).
+        """
         if self.hours_between_faults is None:
             return np.full(number, np.finfo(np.float64).max)
         hours = np.asarray(self.hours_between_faults, np.float64)
-        if hours.ndim:
-            shares = 1 - rng.random(number) ** (1 / self.num_hosts)
-            return _at_shares(np.sort(hours), shares) * _SECONDS_PER_HOUR
-        return rng.exponential(hours * _SECONDS_PER_HOUR / self.num_hosts, number)
+        if hours.ndim and self.num_hosts == 1:
+            return rng.choice(hours, number) * _SECONDS_PER_HOUR
+        mean = hours.mean() * _SECONDS_PER_HOUR / self.num_hosts
+        return rng.exponential(mean, number)
 
 
 def _at_shares(values: np.ndarray, shares: np.ndarray) -> np.ndarray:

@@ -15,12 +15,15 @@ from jaxbucket.base.sizes import Counted
 from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import format_duration, number_table
 from jaxbucket.plan.reports.epoch import Report
+from jaxbucket.plan.tally import parts as count_parts
 from jaxbucket.schedule.batch_counts import BatchCounts
 from jaxbucket.simulate.cluster import Cluster
 from jaxbucket.simulate.faults import best_interval, replay
 
 # Draws of a random time, whose mean is used.
 _DRAWS = 20_000
+# Steps from which the times of an epoch are computed.
+_NUM_STEPS = 2000
 # Rows that are drawn to compare devices.
 _MAX_ROWS = 1 << 20
 PARTS = {
@@ -215,41 +218,63 @@ def _simulated(
     seconds, report = cluster.seconds(counts.plan), counts.report
     batches = np.array([x.batches for x in report.buckets], np.float64)
     rng = np.random.default_rng(0)
-    factors = cluster.factors()
-    slowest = cluster.slowest(factors, rng, _DRAWS)
+    slowest, deviations = cluster.slowest(rng, _DRAWS)
     compute = float(batches @ seconds)
-    load = _load_seconds(counts.plan, cluster, seconds[:, None] * slowest, rng)
+    steps = _steps(counts, seconds, max(num_points, _NUM_STEPS))
+    waits = _load_seconds(steps, cluster, slowest, deviations)
+    steps["seconds"] = steps["seconds"] * slowest.mean() + waits
     parts = dict.fromkeys(PARTS, 0.0)
-    parts["steps"] = compute * factors.mean()
-    parts["waiting"] = compute * (slowest.mean() - factors.mean())
-    parts["data"] = float(batches @ load)
-    parts["compile"] = cluster.compile_seconds * np.count_nonzero(batches)
+    parts["steps"] = compute * cluster.mean_factor
+    parts["waiting"] = float(compute * (slowest.mean() - cluster.mean_factor))
+    parts["data"] = float(waits.mean() * counts.steps_per_epoch)
+    parts["compile"] = float(cluster.compile_seconds * np.count_nonzero(batches))
     work = parts["steps"] + parts["waiting"] + parts["data"]
     total, interval = parts["compile"] + work, cluster.checkpoint_steps
     ends = (total, total)
     if cluster.hours_between_faults is not None or interval is not None:
         interval, ends = _add_faults(parts, work, report.steps_per_epoch, cluster)
-    means = seconds * slowest.mean() + load
-    steps = _steps(counts, means, learning_rate, num_points)
+    chosen = np.linspace(0, len(waits), min(num_points, len(waits)), endpoint=False)
+    shown = {
+        name: steps[name][chosen.astype(int)]
+        for name in ("step", "examples", "positions", "tokens", "rows", "seconds")
+    }
+    if learning_rate is not None:
+        shown["learning_rate"] = _learning_rates(learning_rate, counts, shown)
+    del shown["rows"]
     balance = _balance(counts, lengths, batches, cluster.num_devices, rng)
-    return SimulatedEpoch(counts.plan, report, parts, ends, interval, balance, steps)
+    return SimulatedEpoch(counts.plan, report, parts, ends, interval, balance, shown)
 
 
 def _load_seconds(
-    plan: BucketPlan, cluster: Cluster, times: np.ndarray, rng: np.random.Generator
+    steps: dict[str, np.ndarray],
+    cluster: Cluster,
+    slowest: np.ndarray,
+    deviations: np.ndarray,
 ) -> np.ndarray:
-    """Returns the mean seconds that a batch of each bucket is waited for, `[K]`.
+    """Returns the mean seconds for which steps wait for their batch, `[n]`.
+
+    The batch of a step is loaded during the step before it, which may be short. The
+    times of its rows are independent, so their sum is about normally distributed.
 
     Args:
-      plan: the shapes.
+      steps: what the steps train on, and the `before` seconds of the step before them.
       cluster: the machines.
-      times: `[K, n]` seconds of the step that overlaps with loading.
-      rng: the random numbers.
+      slowest, deviations: the draws of `Cluster.slowest`.
     """
-    rows = np.sort(np.atleast_1d(np.asarray(cluster.row_seconds)))
-    slowest = cluster.slowest(rows, rng, times.shape[1])
-    loading = plan.batch_sizes[:, None] / cluster.num_hosts * slowest
-    return np.maximum(loading - times, 0).mean(axis=1)
+    rows = steps["rows"] / cluster.num_hosts
+    times = np.asarray(cluster.row_seconds, np.float64)
+    mean, deviation = times.mean(), times.std()
+    # Few steps differ, because a plan has few buckets.
+    kinds = np.stack([rows, steps["before"]], axis=1)
+    kinds, places = np.unique(kinds, axis=0, return_inverse=True)
+    waits = [
+        np.maximum(
+            number * mean + np.sqrt(number) * deviation * deviations - before * slowest,
+            0,
+        ).mean()
+        for number, before in kinds
+    ]
+    return np.array(waits)[places.reshape(-1)]
 
 
 def _add_faults(
@@ -260,17 +285,16 @@ def _add_faults(
     Returns:
       The steps between two checkpoints, and the range of the seconds of an epoch.
     """
-    step, costs = (
-        work / num_steps,
-        (cluster.checkpoint_seconds, cluster.restart_seconds),
-    )
+    step = work / num_steps
+    costs = (cluster.checkpoint_seconds, cluster.restart_seconds)
     gaps, interval = cluster.fault_gaps, cluster.checkpoint_steps
     interval = interval or best_interval(work, step, *costs, gaps)
     runs = replay(work, interval * step, *costs, gaps)
     if not np.isfinite(runs.overhead).all():
         raise ValueError(
-            f"`checkpoint_steps={interval}` take {interval * step:,.0f} s, and faults "
-            "come faster, so that a run does not get on. Write checkpoints more often."
+            f"`checkpoint_steps={interval}` take {interval * step:,.0f} s, and no such "
+            "time passes without a fault. Write checkpoints more often, on fewer "
+            "hosts, or with more `hours_between_faults`."
         )
     for name in ("checkpoints", "lost", "restarts"):
         parts[name] = float(getattr(runs, name).mean())
@@ -279,46 +303,63 @@ def _add_faults(
 
 
 def _steps(
-    counts: BatchCounts, seconds: np.ndarray, learning_rate: Any, num_points: int
+    counts: BatchCounts, seconds: np.ndarray, num_points: int
 ) -> dict[str, np.ndarray]:
-    """Returns what some steps at equal distances train on."""
+    """Returns what some steps at equal distances train on.
+
+    Args:
+      counts: the numbers of all steps.
+      seconds: `[K]` seconds of a batch of each bucket on the mean host.
+      num_points: the number of steps.
+
+    Returns:
+      Arrays by name: the "step"; its "examples", "rows" (empty ones included),
+      "positions", real "tokens" and "seconds"; and those of the step "before".
+    """
     total, plan = counts.steps_per_epoch, counts.plan
     number = min(num_points, total)
-    steps = np.arange(number) * total // number
     places = {bucket: place for place, bucket in enumerate(plan.buckets)}
-    means = _tokens_per_row(counts)
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("examples", "positions", "tokens", "seconds", "rows")
-    }
-    for step in steps.tolist():
+    means, rows = _tokens_per_row(counts), []
+    for step in (index * total // number for index in range(number)):
         parts = counts.micro_batches(step)
         index = [places[bucket] for bucket, _ in parts]
-        filled = np.array([rows for _, rows in parts])
-        columns["examples"].append(int(filled.sum()))
-        columns["tokens"].append(float(filled @ means[index]))
-        columns["positions"].append(sum(bucket.num_tokens for bucket, _ in parts))
-        columns["rows"].append(sum(bucket.batch_size for bucket, _ in parts))
-        columns["seconds"].append(float(seconds[index].sum()))
-    arrays = {"step": steps, **{name: np.array(x) for name, x in columns.items()}}
-    if learning_rate is not None:
-        from jaxbucket.optim.schedules import learning_rate_at
+        filled = np.array([examples for _, examples in parts])
+        earlier = [places[x] for x, _ in counts.micro_batches(step - 1)] if step else []
+        rows.append(
+            {
+                "step": step,
+                "examples": int(filled.sum()),
+                "rows": int(plan.batch_sizes[index].sum()),
+                "positions": sum(bucket.num_tokens for bucket, _ in parts),
+                "tokens": float(filled @ means[index]),
+                "seconds": float(seconds[index].sum()),
+                "before": float(seconds[earlier].sum()),
+            }
+        )
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
-        done = (counts.report.examples / total, counts.report.real_tokens / total)
-        rates = [
-            learning_rate_at(
-                learning_rate,
-                step,
-                examples_before=round(step * done[0]),
-                tokens_before=round(step * done[1]),
-                num_examples=arrays["examples"][i],
-                num_tokens=arrays["tokens"][i],
-                num_rows=arrays["rows"][i],
-            )
-            for i, step in enumerate(steps.tolist())
-        ]
-        arrays["learning_rate"] = np.array(rates)
-    del arrays["rows"]
-    return arrays
+
+def _learning_rates(
+    schedule: Any, counts: BatchCounts, steps: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Returns the learning rate of each of some steps, `[n]`."""
+    from jaxbucket.optim.schedules import learning_rate_at
+
+    report, total = counts.report, counts.steps_per_epoch
+    rows = zip(*(steps[x] for x in ("step", "examples", "tokens", "rows")), strict=True)
+    rates = [
+        learning_rate_at(
+            schedule,
+            int(step),
+            examples_before=round(step * report.examples / total),
+            tokens_before=round(step * report.real_tokens / total),
+            num_examples=examples,
+            num_tokens=tokens,
+            num_rows=number,
+        )
+        for step, examples, tokens, number in rows
+    ]
+    return np.array(rates)
 
 
 def _tokens_per_row(counts: BatchCounts) -> np.ndarray:
@@ -344,16 +385,17 @@ def _balance(
 ) -> float | None:
     """Returns the most real tokens of a device, relative to the mean device."""
     plan = counts.plan
-    if not isinstance(lengths, LengthCounts) or (plan.batch_sizes % num_devices).any():
+    if plan.sequences or (plan.batch_sizes % num_devices).any():
         return None
-    index, kept = plan.assign(lengths.lengths), plan.truncated(lengths.lengths)
+    ((rows, numbers),) = count_parts(plan, lengths)
+    index, kept = plan.assign(rows), plan.truncated(rows)
     most, total = 0.0, 0.0
     for k, batch_size in enumerate(plan.batch_sizes.tolist()):
-        numbers = np.where(index == k, lengths.counts, 0)
-        if not batches[k] or not numbers.any() or batch_size > _MAX_ROWS:
+        own = np.where(index == k, numbers, 0)
+        if not batches[k] or not own.any() or batch_size > _MAX_ROWS:
             continue
-        rows = rng.choice(kept, batch_size, p=numbers / numbers.sum())
-        tokens = rows.reshape(num_devices, -1).sum(axis=1)
+        drawn = rng.choice(kept, batch_size, p=own / own.sum())
+        tokens = drawn.reshape(num_devices, -1).sum(axis=1)
         most += batches[k] * tokens.max()
         total += batches[k] * tokens.mean()
-    return most / total if total else None
+    return float(most / total) if total else None

@@ -14,8 +14,8 @@ Gaps: TypeAlias = Callable[[np.random.Generator, int], np.ndarray]
 _RUNS, _FEW_RUNS = 200, 64
 # Intervals that are compared, and the faults that are enough to compare them.
 _INTERVALS, _ENOUGH_FAULTS = 40, 50
-# A run that has more faults does not get on.
-_MOST_FAULTS = 1 << 14
+# After so many faults without a checkpoint in any run, none will come.
+_FRUITLESS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,8 @@ def replay(
     left = np.full(num_runs, float(work))
     totals = np.zeros((3, num_runs))
     active = np.arange(num_runs)
-    for _ in range(_MOST_FAULTS):
+    fruitless = 0
+    while len(active) and fruitless < _FRUITLESS:
         gap, to_do = gaps(rng, num_runs)[active], left[active]
         # No checkpoint follows the last step.
         needed = to_do + checkpoint * np.ceil(to_do / interval - 1)
@@ -80,9 +81,8 @@ def replay(
         parts = [cycles * checkpoint, lost, np.where(is_done, 0, restart)]
         totals[:, active] += parts
         left[active] = np.where(is_done, 0, to_do - cycles * interval)
+        fruitless = 0 if cycles.any() or is_done.any() else fruitless + 1
         active = active[~is_done]
-        if not len(active):
-            return Replay(*totals)
     totals[:, active] = np.inf
     return Replay(*totals)
 

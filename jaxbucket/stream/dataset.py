@@ -263,20 +263,22 @@ class StreamDataset(grain.IterDataset[Batch]):
           num_examples: the number of examples in an epoch.
 
         Returns:
-          The number of steps, and by how much it may be wrong.
+          The number of steps, and by how much it may be wrong. Packed rows need a pool
+          that is several times larger than the largest batch.
 
         Raises:
-          ValueError: if `lengths` was not given, or `num_examples` is not positive.
+          ValueError: if fewer than 16 `lengths` were given, or `num_examples` is below
+            their number.
         """
         phase = self._run.phases[0]
-        if phase.sample is None:
+        if phase.known is None:
             raise ValueError(
                 "`lengths` is missing, so the steps of an epoch cannot be estimated. "
                 "Pass `stream_batches(lengths=...)`, the lengths of the plan."
             )
         return estimate_steps(
             phase.plan,
-            phase.sample,
+            phase.known,
             check_positive("num_examples", num_examples),
             self.max_segments,
             self._run.accumulate,

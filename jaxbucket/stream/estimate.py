@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import rows_by_bucket
 
 # The sample is divided into so many parts, whose differences show the error.
 _PARTS = 16
-# Standard errors on either side of a mean that hold 95% of cases, with as many parts
-# (Student's distribution).
+# Standard errors on either side of a mean that hold 95% of cases (Student's
+# distribution).
 _WIDTH = 2.13
 
 
@@ -48,24 +49,29 @@ def estimate_steps(
 
     Args:
       plan: the shapes.
-      lengths: `[N]` or `[N, Q]` integers, a sample of the lengths.
-      num_examples: the number of examples in an epoch.
+      lengths: `[N]` or `[N, Q]` integers, a sample of at least 16 lengths.
+      num_examples: the number of examples in an epoch, at least that of the sample.
       max_segments: as for `rows_by_bucket`.
       accumulate: the number of micro-batches of a step.
     """
+    if not _PARTS <= len(lengths) <= num_examples:
+        raise ValueError(
+            f"`num_examples={num_examples}` is estimated from {len(lengths)} "
+            f"`lengths`. Pass {_PARTS} or more of these, and at least as many examples."
+        )
 
     def batches_per_example(sample: np.ndarray) -> float:
-        rows = rows_by_bucket(plan, sample, max_segments)
+        rows = rows_by_bucket(plan, row_lengths(plan, sample), max_segments)
         return float((rows / plan.batch_sizes).sum()) / len(sample)
 
     mean = batches_per_example(lengths)
-    parts = np.array_split(lengths, min(_PARTS, len(lengths)))
+    parts = np.array_split(lengths, _PARTS)
     means = [batches_per_example(part) for part in parts]
-    spread = np.std(means, ddof=1) / np.sqrt(len(parts)) if len(parts) > 1 else mean
+    spread = np.std(means, ddof=1) / np.sqrt(_PARTS)
     # Known lengths are not uncertain.
     unknown = np.sqrt(max(0.0, 1 - len(lengths) / num_examples))
     error = _WIDTH * spread * num_examples * unknown
-    # At the end of the stream, each bucket may have a batch with empty rows.
+    # At the end of the stream, each bucket may have a step with empty rows.
     rest = len(plan) / 2
-    batches = num_examples * mean + rest
-    return StepEstimate(batches / accumulate, float(error + rest) / accumulate)
+    steps = num_examples * mean / accumulate + rest
+    return StepEstimate(steps, float(error / accumulate + rest))

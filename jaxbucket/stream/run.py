@@ -52,7 +52,9 @@ class Phase(NamedTuple):
     plan: BucketPlan
     sequence: BucketSequence | None  # None for a single process.
     rows: tuple[int, ...]  # `[K]` rows of each batch in this process.
-    # `[N]` or `[N, Q]` lengths that the plan was made for, if known.
+    # `[N]` or `[N, Q]` lengths that the plan was made for, if known; and those of
+    # their chunks, if they are split.
+    known: np.ndarray | None
     sample: np.ndarray | None
 
     @property
@@ -294,15 +296,17 @@ def _make_phase(
             "`lengths` is missing, from which processes derive the sequence of "
             "buckets. Pass those of the plan, the same in all of them."
         )
-    sample = sequence = None
+    known = sample = sequence = None
     if lengths is not None:
-        if not plan.sequences:
-            lengths = row_lengths(plan, check_lengths(cast(ArrayLike, lengths)))
-        sample = plan.check(lengths)
+        if plan.sequences:
+            known = sample = plan.check(lengths)
+        else:
+            known = check_lengths(cast(ArrayLike, lengths))
+            sample = plan.check(row_lengths(plan, known))
     if sample is not None and not run.has_all_rows:
         shares = bucket_shares(plan, sample, run.max_segments)
         sequence = BucketSequence(shares, fold(run.examples.seed, step))
-    return Phase(step, plan, sequence, rows, sample)
+    return Phase(step, plan, sequence, rows, known, sample)
 
 
 def _rows_of(shard: RowShard, bucket: Bucket) -> int:

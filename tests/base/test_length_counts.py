@@ -41,6 +41,8 @@ def test_spread_lengths_are_those_at_equal_distances_in_sorted_order(number):
     [
         {},
         {8: 0},
+        {8: 2**62},
+        {8: 2**61, 9: 2**61},
         {8: -1},
         {8: 1.5},
         {0: 1},

@@ -1,6 +1,8 @@
 """Memory maps of lengths: processes of a host share the file of their rows."""
 
 import os
+import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -101,20 +103,49 @@ def test_a_file_that_cannot_be_written_is_not_needed(tmp_path, lengths):
     memory_map = mapped(tmp_path, lengths)
     plan = jb.plan_buckets(lengths, max_tokens=3000)
     jb.BatchSchedule(plan, memory_map)
-    (tmp_path / "lengths.npy").rename(tmp_path / "moved.npy")
     (path,) = tmp_path.glob("*.rows.npy")
     path.unlink()
-    # A folder in its place, which no file can replace.
-    path.mkdir()
-    (path / "x").touch()
-    with pytest.raises((IsADirectoryError, PermissionError)):
-        np.load(path, mmap_mode="r")
+    # A folder in place of the lock, which no process can open.
     lock = path.with_name(f"{path.name}.lock")
     lock.mkdir()
+    expected = jb.BatchSchedule(plan, lengths)
     with pytest.warns(UserWarning, match="copy of its own"):
         schedule = jb.BatchSchedule(plan, memory_map)
-    expected = jb.BatchSchedule(plan, lengths)
     np.testing.assert_array_equal(schedule[5].rows, expected[5].rows)
+    lock.rmdir()
+    jb.BatchSchedule(plan, memory_map)
+    # Nothing is opened for writing if the file is there.
+    lock.mkdir()
+    schedule = jb.BatchSchedule(plan, memory_map)
+    np.testing.assert_array_equal(schedule[5].rows, expected[5].rows)
+
+
+def test_workers_of_a_loader_map_the_files(tmp_path, lengths):
+    memory_map = mapped(tmp_path, lengths)
+    plan = jb.plan_buckets(lengths, max_tokens=3000)
+    schedule = jb.BatchSchedule(plan, memory_map)
+    data = pickle.dumps(schedule)
+    assert len(data) < 2 * len(lengths) < len(pickle.dumps(lengths))
+    again = pickle.loads(data)
+    assert again.fingerprint == schedule.fingerprint
+    for step in range(len(schedule)):
+        np.testing.assert_array_equal(again[step].rows, schedule[step].rows)
+    # A part of a map is pickled with its values.
+    part = jb.BatchSchedule(plan, memory_map[:500])
+    again = pickle.loads(pickle.dumps(part))
+    np.testing.assert_array_equal(again.lengths, lengths[:500])
+    np.testing.assert_array_equal(again[1].rows, part[1].rows)
+
+
+@pytest.mark.parametrize("size, dtype", [(7, "u4"), (2000, "i8")])
+def test_a_file_of_something_else_is_named(tmp_path, lengths, size, dtype):
+    memory_map = mapped(tmp_path, lengths)
+    plan = jb.plan_buckets(lengths, max_tokens=3000)
+    jb.BatchSchedule(plan, memory_map)
+    (path,) = tmp_path.glob("*.rows.npy")
+    np.save(path, np.zeros(size, dtype))
+    with pytest.raises(ValueError, match=re.escape(path.name)):
+        jb.BatchSchedule(plan, memory_map)
 
 
 def test_a_damaged_file_is_named(tmp_path, lengths):

@@ -1,6 +1,7 @@
 """Simulated epochs against runs that are played step by step, in plain numpy."""
 
 import json
+from statistics import NormalDist
 
 import numpy as np
 import optax
@@ -21,16 +22,23 @@ def step_seconds(batch_size, seq_len):
 
 def played(schedule, cluster, rng, num_runs=500):
     """Returns the seconds of an epoch without faults, played on all hosts."""
-    buckets = [batch.bucket for batch in schedule] * num_runs
-    size = len(buckets), cluster.num_hosts
+    buckets = [batch.bucket for batch in schedule]
+    size = num_runs, len(buckets), cluster.num_hosts
     seconds = np.array([step_seconds(*bucket.to_list()) for bucket in buckets])
-    hosts = seconds[:, None] * rng.choice(cluster.factors(), size)
-    rows = np.array([bucket.batch_size / cluster.num_hosts for bucket in buckets])
-    loads = rows[:, None] * rng.choice(np.atleast_1d(cluster.row_seconds), size)
+    if np.ndim(cluster.skew):
+        factors = rng.choice(cluster.skew, size)
+    else:
+        factors = rng.lognormal(-(cluster.skew**2) / 2, cluster.skew, size)
+    hosts = seconds[:, None] * factors
+    rows = np.array([[x.batch_size // cluster.num_hosts] for x in buckets])
+    values = np.atleast_1d(cluster.row_seconds)
+    counts = rng.multinomial(rows, np.ones(len(values)) / len(values), size)
+    # A batch is loaded during the step before it.
+    before = np.pad(hosts.max(axis=2), [(0, 0), (1, 0)])[:, :-1]
     parts = {
-        "steps": hosts.mean(axis=1),
-        "waiting": hosts.max(axis=1) - hosts.mean(axis=1),
-        "data": np.maximum(loads.max(axis=1) - hosts.max(axis=1), 0),
+        "steps": hosts.mean(axis=2),
+        "waiting": hosts.max(axis=2) - hosts.mean(axis=2),
+        "data": np.maximum((counts @ values).max(axis=2) - before, 0),
     }
     return {name: x.sum() / num_runs for name, x in parts.items()}
 
@@ -198,16 +206,57 @@ def test_a_cluster_with_faults_takes_longer_and_says_how_long():
 
 def test_measured_values_replace_distributions():
     rng = np.random.default_rng(0)
-    hours = rng.exponential(100, 100_000)
-    gaps = [
-        Cluster(num_hosts=16, hours_between_faults=x).fault_gaps(rng, 50_000).mean()
-        for x in (100.0, hours)
-    ]
-    assert gaps[0] == pytest.approx(100 * 3600 / 16, rel=0.02)
-    assert gaps[1] == pytest.approx(gaps[0], rel=0.03)
-    draws = Cluster(num_hosts=50).slowest(np.arange(1.0, 101), rng, 50_000)
+    for hosts, hours in ((1, 100.0), (1, [90.0, 110.0]), (16, 100.0), (16, [50, 150])):
+        cluster = Cluster(num_hosts=hosts, hours_between_faults=hours)
+        gaps = cluster.fault_gaps(rng, 50_000)
+        assert gaps.mean() == pytest.approx(100 * 3600 / hosts, rel=0.02)
+        # Faults of many hosts are distributed exponentially.
+        is_regular = hosts == 1 and np.ndim(hours)
+        assert gaps.std() / gaps.mean() == pytest.approx(0.1 if is_regular else 1, 0.03)
+    cluster = Cluster(num_hosts=50, skew=np.arange(1.0, 101))
+    slowest, deviations = cluster.slowest(rng, 50_000)
     expected = rng.integers(1, 101, (50_000, 50)).max(axis=1)
-    assert draws.mean() == pytest.approx(expected.mean(), rel=0.01)
+    assert slowest.mean() == pytest.approx(expected.mean(), rel=0.01)
+    expected = rng.standard_normal((50_000, 50)).max(axis=1)
+    assert deviations.mean() == pytest.approx(expected.mean(), rel=0.01)
+
+
+def test_the_slowest_of_a_million_hosts_is_not_one_of_a_sample():
+    cluster = Cluster(num_hosts=10**6, skew=0.1)
+    slowest, _ = cluster.slowest(np.random.default_rng(0), 20_000)
+    # Sorted uniform numbers follow from exponential ones (Devroye, 1986, chapter 5).
+    largest = np.exp(-np.random.default_rng(1).exponential(1e-6, 2000))
+    normal = [NormalDist().inv_cdf(x) for x in largest]
+    expected = np.exp(0.1 * np.array(normal) - 0.005).mean()
+    assert slowest.mean() == pytest.approx(expected, rel=0.005)
+
+
+def test_examples_that_are_split_are_simulated():
+    lengths = jb.LengthCounts({5: 1000, 50: 100, 500: 10})
+    options = {"max_seq_len": 100, "overlong": "split"}
+    plan = jb.plan_buckets(lengths, max_tokens=400, num_buckets=2, **options)
+    cluster = Cluster(devices_per_host=2, step_seconds=step_seconds)
+    chunks = jb.plan.chunk_lengths([5] * 1000 + [50] * 100 + [500] * 10, 100)
+    found = simulate(plan, lengths, cluster)["plan"]
+    assert found.report.real_tokens == chunks.sum()
+    assert found.seconds == simulate(plan, chunks, cluster)["plan"].seconds
+
+
+def test_long_runs_get_on():
+    plan = jb.BucketPlan.from_shapes([(1, 10)])
+    cluster = Cluster(
+        num_hosts=20_000,
+        hours_between_faults=20_000.0,
+        step_seconds=lambda batch_size, seq_len: 1.0,
+        restart_seconds=60,
+        checkpoint_seconds=1,
+    )
+    years = jb.LengthCounts({10: 3 * 365 * 86_400})
+    shares = [
+        simulate(plan, lengths, cluster)["plan"].share("steps")
+        for lengths in (years, jb.LengthCounts({10: 10**6}))
+    ]
+    assert shares[0] == pytest.approx(shares[1], abs=0.01)
 
 
 def test_several_plans_are_side_by_side():

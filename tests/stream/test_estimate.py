@@ -18,7 +18,12 @@ def stream(lengths, known, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"max_segments_per_row": 8}, {"accumulate": 2}],
+    [
+        {},
+        {"max_segments_per_row": 8},
+        {"accumulate": 2},
+        {"accumulate": 4, "group": "mixed"},
+    ],
     ids=str,
 )
 def test_the_number_of_steps_is_within_the_error(options):
@@ -46,11 +51,25 @@ def test_the_error_falls_with_the_known_lengths():
     assert errors[0] > 2 * errors[1] > 4 * errors[2] > 0
 
 
+@pytest.mark.parametrize("overlong", ["split", "drop", "truncate"])
+def test_overlong_examples_are_counted_as_the_stream_does(overlong):
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(4, 1, 1500).astype(int) + 1, 900)
+    options = {"max_seq_len": 64, "overlong": overlong, "sample": True}
+    plan = jb.plan_buckets(lengths, max_tokens=640, num_buckets=3, **options)
+    source = [{"x": np.zeros(n, np.int8)} for n in lengths]
+    dataset = grain.MapDataset.source(source).to_iter_dataset()
+    batches = jb.stream_batches(dataset, plan, pool_size=300, lengths=lengths)
+    steps, error = batches.steps_per_epoch(len(lengths))
+    assert abs(sum(1 for _ in batches) - steps) <= error < 3
+
+
 def test_unknown_lengths_and_numbers_are_named():
     lengths = np.arange(1, 257)
     for options, argument, number in (
         ({"known": lengths}, "num_examples", 0),
-        ({"known": None}, "lengths", 10),
+        ({"known": lengths}, "num_examples", 255),
+        ({"known": None}, "lengths", 1000),
     ):
         batches = stream(lengths, lengths)
         if options["known"] is None:
