@@ -123,8 +123,8 @@ def measure_lengths(
       RuntimeError: if a worker process dies.
     """
     is_single = not isinstance(sequences, Mapping)
-    is_known = isinstance(source, TokenSource) and share is None
-    if length_fn is None and is_single and is_known:
+    is_single = is_single and share is None
+    if length_fn is None and is_single and isinstance(source, TokenSource):
         check_sequences(source, cast(Sequence[str] | None, sequences))
         return source.lengths
     functions = _length_functions(length_fn, sequences)

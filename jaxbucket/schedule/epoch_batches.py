@@ -63,7 +63,7 @@ class EpochBatches:
         """Returns the index of the bucket of each batch."""
         return np.searchsorted(self._first_batch, batch, side="right") - 1
 
-    def batch_rows(self, batch: int) -> tuple[int, np.ndarray]:
+    def batch_rows(self, batch: int) -> tuple[int, range]:
         """Returns the bucket of a batch, and the numbers of its non-empty rows.
 
         Rows are numbered within a bucket, through all of its batches.
@@ -71,4 +71,4 @@ class EpochBatches:
         bucket = int(self.bucket_of(batch))
         first = (batch - int(self._first_batch[bucket])) * int(self.sizes[bucket])
         last = min(first + int(self.sizes[bucket]), int(self.flow.rows[bucket]))
-        return bucket, np.arange(first, last)
+        return bucket, range(first, last)

@@ -153,7 +153,7 @@ class ShuffledEpochs:
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         bucket, row = self._rows.batch_rows(self.number(epoch, position))
-        return bucket, self._examples(epoch, bucket, row)
+        return bucket, self._examples(epoch, bucket, np.arange(row.start, row.stop))
 
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """Returns the examples in the `[n]` rows of a bucket."""
@@ -241,7 +241,7 @@ class _FixedEpochs:
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         bucket, row = self._rows.batch_rows(int(self._order(epoch)[position]))
-        return bucket, self._rows.examples(bucket, row)
+        return bucket, self._rows.examples(bucket, np.arange(row.start, row.stop))
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch or self._first is None:

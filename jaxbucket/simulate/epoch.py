@@ -181,7 +181,7 @@ def simulate(
       ... )
       >>> epoch = simulate(plan, lengths, cluster)["plan"]
       >>> epoch.report.steps_per_epoch, f"{epoch.share('waiting'):.1%}"
-      (13734, '6.1%')
+      (13734, '6.3%')
 
     Args:
       plans: a plan; or name -> plan, to compare several.
