@@ -67,7 +67,8 @@ class Search:
     Attributes:
       incomplete: whether promising states were discarded, so that a wider search may
         find a better choice.
-      pairs: the number of examined pairs of a state and an end or a block of ends.
+      pairs: the number of examined pairs of a state and an end or a block of ends,
+        plus the work of extending all pairs whose bound is below the limit.
       cost: the cost of the best choice.
     """
 
@@ -127,13 +128,26 @@ class Search:
         """
         empty = np.zeros(0, np.int64)
         parts = [_States(empty, empty, empty, empty)]
-        for parent, end in self._open_pairs(states, left, limit):
+        last, most = len(self.problem) - 1, limit - 1
+        for parent, end, bound in self._open_pairs(states, left, limit):
+            # An upper limit of the work, because not all of these pairs are extended.
+            self.pairs += _EXTENSION_COST * len(end)
+            # `_prune` only compares the states with the least bounds, and none has a
+            # bound below that of its pair. Therefore the states of the pairs with the
+            # least bounds rule out most other pairs before these are extended.
+            few = _SURPLUS * self.width
+            if len(end) > 4 * few:
+                first = np.argpartition(bound, few)[: few + 1]
+                extended, _ = self._extensions(states, parent[first], end[first])
+                least = self._bound(extended, left)[extended.end < last]
+                most = min(most, self._cutoff(least[least <= most], limit))
+                needed = np.flatnonzero((bound <= most) | (end == last))
+                parent, end = parent[needed], end[needed]
             extended, is_cut = self._extensions(states, parent, end)
             promising = self._bound(extended, left) < limit
             parts.append(extended.take(np.flatnonzero(promising)))
             # Those that were left out promote more rows, which costs no less.
             self.incomplete |= bool((promising & is_cut).any())
-            self.pairs += _EXTENSION_COST * len(end)
             if sum(len(part.end) for part in parts) > _MAX_STATES:
                 parts = [self._best_of(_States.concatenate(parts), left, limit)]
             if self.pairs > self.most_pairs:
@@ -152,8 +166,8 @@ class Search:
 
     def _open_pairs(
         self, states: _States, left: int, limit: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields chunks of pairs of a state and an end after it, `[n]` and `[n]`.
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields chunks of pairs: states, ends after them and lower bounds, `[n]` each.
 
         The rows of a bucket are at least a difference of two terms: the rows of the
         examples that are left, which do not depend on the end, and the rows of those
@@ -177,7 +191,8 @@ class Search:
                 state, place = parent[row[part], None], block[part]
                 bound, end = rows[state] * rates[place] + of_end[place], blocks[place]
                 pair = _nonzero((bound < most[state]) & (end > states.end[state]))
-                yield state[pair[0], 0], end[pair]
+                parents = state[pair[0], 0]
+                yield parents, end[pair], bound[pair] + states.cost[parents]
 
     def _extensions(
         self, states: _States, parent: np.ndarray, end: np.ndarray

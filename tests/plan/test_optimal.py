@@ -304,6 +304,34 @@ def test_bounding_memory_does_not_change_the_choice(monkeypatch, seed):
     np.testing.assert_array_equal(Optimum(candidates, 6).choice(), expected)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_skipped_pairs_do_not_change_the_choice(monkeypatch, seed):
+    # With so few states, most pairs are skipped.
+    monkeypatch.setattr("jaxbucket.plan.branch_and_bound._SURPLUS", 1)
+    limits = Limits(max_tokens=32_768, batch_size_multiple=8)
+    candidates = Candidates.of(many_lengths(seed).astype(int), limits)
+    numbers = []
+
+    def extensions(self, states, parent, end, original=Search._extensions):
+        numbers[-1] += len(end)
+        return original(self, states, parent, end)
+
+    def chosen() -> tuple[list[int], bool]:
+        numbers.append(0)
+        optimum = Optimum(candidates, 8)
+        return optimum.choice().tolist(), optimum.exact
+
+    def no_bounds(self, *args, original=Search._open_pairs):
+        for parent, end, bound in original(self, *args):
+            yield parent, end, np.zeros_like(bound)
+
+    monkeypatch.setattr(Search, "_extensions", extensions)
+    expected = chosen()
+    monkeypatch.setattr(Search, "_open_pairs", no_bounds)
+    assert chosen() == expected
+    assert numbers[0] < numbers[1]
+
+
 def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
     monkeypatch.setattr("jaxbucket.plan.optimal._SOFT_PAIRS", 1_000_000)
     monkeypatch.setattr("jaxbucket.plan.optimal._MAX_PAIRS", 2_000_000)
