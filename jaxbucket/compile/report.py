@@ -31,13 +31,6 @@ _COLLECTIVES_CAPTION = (
     "Collectives that each device runs in a step, and the MB of their results; + if "
     "there are more, in loops of unknown length."
 )
-# Our names -> jax's names of the kinds of memory.
-_MEMORY = {
-    "argument": "argument",
-    "output": "output",
-    "aliased": "alias",
-    "temporary": "temp",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +104,13 @@ def costs_of(executable: Any, args: Any, devices: Sequence[Any]) -> dict[str, An
         memory = executable.memory_analysis()
     except (NotImplementedError, jax.errors.JaxRuntimeError):
         memory = None
-    costs = {
-        f"{name}_bytes": getattr(memory, f"{jax_name}_size_in_bytes", None)
-        for name, jax_name in _MEMORY.items()
+    costs: dict[str, Any] = {
+        "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
+        "output_bytes": getattr(memory, "output_size_in_bytes", None),
+        "aliased_bytes": getattr(memory, "alias_size_in_bytes", None),
+        "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
     }
-    if costs["argument_bytes"] is not None:
+    if memory is not None:
         # Arguments that a program does not use, such as the state of the optimizer in
         # an evaluation, are in memory as well.
         costs["argument_bytes"] = max(costs["argument_bytes"], shard_bytes(args))
