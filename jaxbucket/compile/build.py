@@ -145,9 +145,11 @@ class Build:
                 trace_seconds=time.perf_counter() - start,
                 flops=flops,
             )
-            path = self._files and self._files.path(lowered)
-            loaded = self._files and self._files.load(path, lowered, report)
-            if loaded:
+            path = loaded = None
+            if self._files is not None:
+                path = self._files.path(lowered)
+                loaded = self._files.load(path, lowered, report)
+            if loaded is not None:
                 self._keep(program.label, *loaded)
             else:
                 self._pool.submit(self._compile, program, lowered, path, report)

@@ -95,11 +95,6 @@ class Executables:
         Returns None if there is no file, or if it cannot be loaded, with a warning.
         """
         start = time.perf_counter()
-        load = functools.partial(
-            deserialize_and_load,
-            backend=self._devices[0].client,
-            execution_devices=self._devices,
-        )
         try:
             checksum, _, content = path.read_bytes().partition(b"\n")
             if checksum != _checksum(path, content):
@@ -107,7 +102,11 @@ class Executables:
             header, _, body = content.partition(b"\n")
             costs = ProgramReport(**json.loads(header)["report"])
             stages = [
-                load(code, jax.tree.structure(stage.args_info), stage.out_tree)
+                deserialize_and_load(
+                    *(code, jax.tree.structure(stage.args_info), stage.out_tree),
+                    backend=self._devices[0].client,
+                    execution_devices=self._devices,
+                )
                 for code, stage in zip(
                     pickle.loads(body), _stages(lowered), strict=True
                 )

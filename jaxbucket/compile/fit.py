@@ -120,6 +120,7 @@ def fit_batch_sizes(
         many = math.ceil(_MANY_TOKENS * len(devices) / (seq_len * multiple))
         searches[seq_len] = _Search(multiple, limit, many if limit is None else 1)
     options = CompileOptions(workers, progress=False, keep_going=True)
+    state_bytes = 0
     with progress_bar(progress) as bar:
         task = bar.add_task("Fitting", total=None)
         while not all(search.ends for search in searches.values()):
@@ -274,8 +275,9 @@ class _Search:
         elif high < math.inf:
             count = self._above() if self._is_from_above else self._between()
         else:
+            one, other = sorted(self._results)[-2:]
             # If the prediction is right, this does not fit, and the one before does.
-            count = self._crossing(*sorted(self._results)[-2:], math.inf) + 1
+            count = self._crossing(one, other, math.inf) + 1
             # A prediction that was too low, again and again, is not to be trusted.
             least = low + (low >> max(0, 7 - len(self._results)))
             count = min(max(count, least), _GROWTH * low)
@@ -303,8 +305,9 @@ class _Search:
         ]
         if not refused or (low and self._stalled > 3):
             return (low + high) // 2
+        one, other = [0, *refused[:2]][-2:]
         # Close to the limit, programs need less than those far above it predict.
-        target = max(self._crossing(*[0, *refused[:2]][-2:], 0), low)
+        target = max(self._crossing(one, other, 0), low)
         if high > 4 * target:
             return max(2 * target, 1)
         # Longer and longer steps, if the prediction stays ahead of all programs.

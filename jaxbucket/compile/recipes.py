@@ -38,14 +38,6 @@ class Precompiled:
     failures: dict[str, str]
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python values."""
-        return {
-            "programs": self.report.to_dict(),
-            "failures": self.failures,
-            "seconds": self.seconds,
-        }
-
 
 def precompile(
     recipe: Callable[..., Any],

@@ -269,39 +269,26 @@ def count_flops(jaxpr: Any) -> int:
 def _equation_flops(equation: Any) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return _product_flops(equation)
+        left = equation.invars[0].aval.shape
+        (contracted, _), _ = params["dimension_numbers"]
+        depth = math.prod(left[axis] for axis in contracted)
+        return 2 * math.prod(equation.outvars[0].aval.shape) * depth
     if name == "conv_general_dilated":
-        return _convolution_flops(equation)
+        kernel = equation.invars[1].aval.shape
+        # Each output is a sum over the kernel's window and the channels of its group.
+        outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
+        window = math.prod(kernel) // max(outputs, 1)
+        return 2 * math.prod(equation.outvars[0].aval.shape) * window
     inner = [count_flops(program) for program in _programs(params.values())]
     if name == "cond":
         return max(inner, default=0)
-    return _num_runs(name, params) * sum(inner)
-
-
-def _product_flops(equation: Any) -> int:
-    left = equation.invars[0].aval.shape
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    depth = math.prod(left[axis] for axis in contracted)
-    return 2 * math.prod(equation.outvars[0].aval.shape) * depth
-
-
-def _convolution_flops(equation: Any) -> int:
-    kernel = equation.invars[1].aval.shape
-    # Each output is a sum over the kernel's window and the channels of its group.
-    outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    window = math.prod(kernel) // max(outputs, 1)
-    return 2 * math.prod(equation.outvars[0].aval.shape) * window
-
-
-def _num_runs(name: str, params: dict[str, Any]) -> int:
-    """Returns how many times the programs inside an equation run."""
     if name == "scan":
-        return params["length"]
+        return params["length"] * sum(inner)
     if name == "shard_map":
         # The program inside is that of a single device.
         axes = params.get("manual_axes", params["mesh"].axis_names)
-        return math.prod(params["mesh"].shape[axis] for axis in axes)
-    return 1
+        return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
+    return sum(inner)
 
 
 def _programs(values: Any) -> Iterator[Any]:
