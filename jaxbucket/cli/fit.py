@@ -51,7 +51,6 @@ def _seq_lens(context: click.Context, option: click.Parameter, text: str) -> lis
 def fit(
     recipe: str,
     seq_lens: list[int],
-    memory_gb: float | None,
     topology: str | None,
     num_slices: int,
     output: pathlib.Path | None,
@@ -69,13 +68,7 @@ def fit(
     from jaxbucket.compile.fit import fit_batch_sizes
 
     with using_topology(topology, num_slices):
-        fitted = fit_batch_sizes(
-            load_function(recipe),
-            seq_lens,
-            *arguments,
-            memory_bytes=None if memory_gb is None else memory_gb * 1e9,
-            **options,
-        )
+        fitted = fit_batch_sizes(load_function(recipe), seq_lens, *arguments, **options)
     if output:
         with atomic_write(output) as file:
             file.write(f"{fitted.to_json()}\n".encode())

@@ -225,8 +225,9 @@ recipe_options = _all_of(
         help="Number of slices of this --topology of TPUs.",
     ),
     click.option(
-        "--memory-gb",
+        *("--memory-gb", "memory_bytes"),
         type=_RATE,
+        callback=lambda context, option, number: number and number * 1e9,
         help="Memory per device that programs may use, in GB (1e9 bytes). By default "
         "what jax may use on GPUs, and what XLA accepts on TPUs.",
     ),

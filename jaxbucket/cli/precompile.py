@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
@@ -19,9 +18,6 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
-
-if TYPE_CHECKING:
-    from jaxbucket.compile.recipes import Precompiled
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -55,7 +51,7 @@ def precompile(
     xla_cache: pathlib.Path | None,
     topology: str | None,
     num_slices: int,
-    memory_gb: float | None,
+    memory_bytes: float | None,
     workers: int | None,
     form: str | None,
     arguments: tuple[str, ...],
@@ -93,37 +89,28 @@ def precompile(
             workers=workers,
         )
         device = default_devices()[0]
-        limit = memory_gb and memory_gb * 1e9
-        if limit is None and device.platform != "tpu":
-            limit = memory_limit(device)
-    _show(done, cache, limit, form, is_first=processes.index == 0)
-
-
-def _show(
-    done: Precompiled,
-    cache: pathlib.Path | None,
-    limit: float | None,
-    form: str | None,
-    *,
-    is_first: bool,
-) -> None:
-    """Prints the report and what is wrong, and exits with 1 if anything is."""
+        if memory_bytes is None and device.platform != "tpu":
+            memory_bytes = memory_limit(device)
     programs = done.report.programs
     # Memory that is unknown is above any limit.
-    above = [p for p in programs if limit and limit < (p.peak_bytes or math.inf)]
+    limit = math.inf if memory_bytes is None else memory_bytes
+    above = [p for p in programs if limit < (p.peak_bytes or math.inf)]
     not_kept = [f"{p.name} {p.label}" for p in programs if cache and not p.file]
-    checked = {
-        "cache": cache and str(cache),
-        "above": [f"{p.name} {p.label}" for p in above],
-        "not_kept": not_kept,
-    }
-    if is_first:
-        show(form, checked | done.to_dict(), done.report)
+    if processes.index == 0:
+        numbers = {
+            "cache": cache and str(cache),
+            "above": [f"{p.name} {p.label}" for p in above],
+            "not_kept": not_kept,
+            "programs": done.report.to_dict(),
+            "failures": done.failures,
+            "seconds": done.seconds,
+        }
+        show(form, numbers, done.report)
     for name, error in done.failures.items():
         click.echo(f"{name}: {error}", err=True)
     for p in above:
         click.echo(
-            f"{p.name} {p.label} needs {_missing(p.peak_bytes, limit or 0)}. Find a "
+            f"{p.name} {p.label} needs {_missing(p.peak_bytes, limit)}. Find a "
             "--max-tokens that fits with `jaxbucket fit`, or increase --memory-gb.",
             err=True,
         )

@@ -89,7 +89,7 @@ class Build:
 
     Attributes:
       executables: label -> executable.
-      failures: label -> the error of tracing or compiling it.
+      failures: label, as in reports -> the error of tracing or compiling it.
       report: the report of all programs that did not fail.
       seconds: the time that it took to build all programs.
     """
@@ -98,7 +98,7 @@ class Build:
         start = time.perf_counter()
         self._keep_going = options.keep_going
         self.executables: dict[Label, Any] = {}
-        self.failures: dict[Label, Exception] = {}
+        self.failures: dict[str, Exception] = {}
         self._reports: dict[Label, ProgramReport] = {}
         self._files = None
         if options.executables is not None:
@@ -191,7 +191,7 @@ class Build:
             error.add_note(
                 f"Raised while compiling `{program.name}` for {program.label}."
             )
-            self.failures[program.label] = error
+            self.failures[str(program.label)] = error
 
 
 def _default_workers() -> int:

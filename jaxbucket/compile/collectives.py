@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import operator
 import re
-from typing import Any, TypedDict
+from itertools import starmap
+from typing import TypedDict
 
 _KINDS = (
     *("all-gather", "all-reduce", "all-to-all", "collective-broadcast"),
@@ -20,10 +22,11 @@ _KINDS = (
 _START = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 # The type of an instruction's result, and its name.
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
+# The computation that it runs, or several of which it runs one.
 _CALLED = re.compile(
-    r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)"
+    r"(?:calls|to_apply|body|(?:true|false)_computation|branch_computations)="
+    r"(\{[^}]*\}|[%\w.\-]+)"
 )
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
@@ -81,16 +84,22 @@ def count_collectives(text: str) -> dict[str, Collective]:
             if instruction is None:
                 continue
             result, operation = instruction.groups()
-            kind = operation.removesuffix("-start")
+            # The start of an asynchronous operation returns its operands, too.
+            kind = operation.removesuffix("-done")
             if kind in _KINDS:
                 total[kind, "count"] += 1
-                total[kind, "bytes"] += _result_bytes(result, operation)
-            # The other parts of an asynchronous operation name it again.
+                total[kind, "bytes"] += sum(starmap(_bytes, _ARRAY.findall(result)))
+            # All of its parts name what it calls.
             if operation.endswith(("-done", "-update")):
                 continue
+            called = re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(line)))
             # Of branches, the largest; most instructions call a single computation.
-            inner = functools.reduce(operator.or_, map(counted, _called(line)), empty)
-            _add(total, inner, line, is_loop=operation == "while")
+            inner = functools.reduce(operator.or_, map(counted, called), empty)
+            trips = _TRIP_COUNT.search(line)
+            for (kind, what), value in inner.items():
+                total[kind, what] += value * int(trips[1] if trips else 1)
+                if operation == "while" and not trips:
+                    total[kind, "unknown"] += 1
         return total
 
     total = counted(entry)
@@ -104,51 +113,8 @@ def count_collectives(text: str) -> dict[str, Collective]:
     }
 
 
-def _add(
-    total: collections.Counter[tuple[str, str]], inner: Any, line: str, *, is_loop: bool
-) -> None:
-    """Adds the collectives of a computation that an instruction calls."""
-    trips = _TRIP_COUNT.search(line) if is_loop else None
-    for (kind, what), value in inner.items():
-        total[kind, what] += value * int(trips[1] if trips else 1)
-        if is_loop and trips is None:
-            total[kind, "unknown"] += 1
-
-
-def _called(line: str) -> list[str]:
-    branches = _BRANCHES.search(line)
-    names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
-    return names + _CALLED.findall(line)
-
-
-def _result_bytes(result: str, operation: str) -> int:
-    """Returns the size of a type such as `(f32[2]{0}, f32[8]{0}, u32[])`.
-
-    The start of an asynchronous operation returns its operands, its results and more,
-    but that of an `all-reduce` only its results before jax 0.12.
-    """
-    has_operands = operation != "all-reduce-start" or result.startswith("((")
-    if operation.endswith("-start") and has_operands:
-        result = _elements(result)[1]
-    return sum(_array_bytes(*array) for array in _ARRAY.findall(result))
-
-
-def _elements(result: str) -> list[str]:
-    """Returns the types in a tuple, which may be tuples themselves."""
-    elements, depth = [""], 0
-    for character in result[1:-1]:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            elements.append("")
-        else:
-            elements[-1] += character
-    return elements if len(elements) > 1 else [result, result]
-
-
-def _array_bytes(dtype: str, sizes: str) -> int:
-    # Such as f32, bf16, f8e4m3fn and pred.
+def _bytes(dtype: str, sizes: str) -> int:
+    """Returns the size of an array of a type such as f32, f8e4m3fn or pred."""
     digits = re.search(r"\d+", dtype)
     bits = 8 if dtype == "pred" else int(digits[0]) if digits else 0
-    for size in filter(None, sizes.split(",")):
-        bits *= int(size)
-    return bits // 8
+    return bits * math.prod(int(size) for size in sizes.split(",") if size) // 8

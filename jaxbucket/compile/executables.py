@@ -95,16 +95,18 @@ class Executables:
         Returns None if there is no file, or if it cannot be loaded, with a warning.
         """
         start = time.perf_counter()
-        load = functools.partial(
-            deserialize_and_load,
-            backend=self._devices[0].client,
-            execution_devices=self._devices,
-        )
         try:
-            header, body = _read(path)
-            costs = ProgramReport(**header["report"])
+            checksum, _, content = path.read_bytes().partition(b"\n")
+            if checksum != _checksum(path, content):
+                raise ValueError("it is damaged, or not from jaxbucket")
+            header, _, body = content.partition(b"\n")
+            costs = ProgramReport(**json.loads(header)["report"])
             stages = [
-                load(code, jax.tree.structure(stage.args_info), stage.out_tree)
+                deserialize_and_load(
+                    *(code, jax.tree.structure(stage.args_info), stage.out_tree),
+                    backend=self._devices[0].client,
+                    execution_devices=self._devices,
+                )
                 for code, stage in zip(
                     pickle.loads(body), _stages(lowered), strict=True
                 )
@@ -142,7 +144,10 @@ class Executables:
         }
         try:
             body = pickle.dumps(self._codes(lowered, executable))
-            _write(path, json.dumps(header).encode() + b"\n" + body)
+            content = json.dumps(header).encode() + b"\n" + body
+            # Other processes may write the same file.
+            with complete(path) as draft:
+                draft.write_bytes(_checksum(path, content) + b"\n" + content)
             return saved
         except OSError as error:
             # The same text for all programs, so that Python shows it once.
@@ -167,6 +172,7 @@ class Executables:
                     file.readline()
                     header = json.loads(file.readline())
                 is_same = header["report"]["name"] in self._saved.values()
+                # Other processes save files at this moment.
                 if is_same and header["process"] == 0 and path.name not in self._saved:
                     others.append(header["facts"])
         if others:
@@ -285,21 +291,6 @@ def _difference(others: Sequence[dict[str, str]], facts: dict[str, str]) -> str:
     return f"{programs} for {had}; this job has {has}"
 
 
-def _read(path: pathlib.Path) -> tuple[dict[str, Any], bytes]:
-    """Returns the header and the body of a file."""
-    checksum, _, content = path.read_bytes().partition(b"\n")
-    if checksum != _checksum(path, content):
-        raise ValueError("it is damaged, or not from jaxbucket")
-    header, _, body = content.partition(b"\n")
-    return json.loads(header), body
-
-
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file atomically, even if other processes write the same file."""
-    with complete(path) as draft:
-        draft.write_bytes(_checksum(path, content) + b"\n" + content)
-
-
 def _checksum(path: pathlib.Path, content: bytes) -> bytes:
     # With the name, so that a renamed file is not taken for another program.
     return digest(path.name.encode(), content).encode()
@@ -336,14 +327,10 @@ def without_xla_cache() -> Iterator[None]:
     is serialized again: it can be loaded, but fails when it runs.
     """
     before = _config.jax_enable_compilation_cache
-    _switch(False)
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     try:
         yield
     finally:
-        _switch(before)
-
-
-def _switch(on: bool) -> None:
-    if _config.jax_enable_compilation_cache != on:
-        jax.config.update("jax_enable_compilation_cache", on)
+        jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()

@@ -44,14 +44,12 @@ class _Result:
     Attributes:
       fits: whether it was compiled, within the limit.
       num_bytes: what it needs on each device; None if unknown.
-      argument_bytes: the part of its arguments, mostly of the state.
       available: the memory of which the compiler says that the program exceeds it.
       error: with which the compiler refused it.
     """
 
     fits: bool
     num_bytes: int | None
-    argument_bytes: int = 0
     available: int | None = None
     error: Exception | None = None
 
@@ -134,12 +132,20 @@ def fit_batch_sizes(
             steps = call_recipe(recipe, plan, arguments)
             state_bytes = max(shard_bytes(state) for _, state, _ in steps.values())
             for bucket, result in _compile(steps, plan, options, limit).items():
-                searches[bucket.seq_len].add(bucket.batch_size, result)
+                searches[bucket.seq_len].add(bucket.batch_size, result, state_bytes)
                 bar.advance(task)
     sizes = [search.fitted(seq_len) for seq_len, search in searches.items()]
     if not any(size.batch_size for size in sizes):
-        smallest = searches[sizes[0].seq_len]
-        raise _nothing_fits(sizes[0], state_bytes, limit) from smallest.error
+        size = sizes[0]
+        limited = "what the compiler accepts" if limit is None else bytes_text(limit)
+        needed = "more" if size.next_bytes is None else bytes_text(size.next_bytes)
+        raise ValueError(
+            f"No batch fits in {limited}: even [{size.next_batch_size}, "
+            f"{size.seq_len}] needs {needed} on each device, {bytes_text(state_bytes)} "
+            "of it for the state. Use more memory, shorter `seq_lens`, a smaller "
+            "`batch_size_multiple` or model, or shard the state "
+            "(`jb.sharding.fully_sharded`)."
+        ) from searches[size.seq_len].error
     return FittedBatchSizes(tuple(sizes), limit)
 
 
@@ -187,40 +193,30 @@ def _compile(
         if not specs:
             continue
         compiled = compile_with(options, step_fn, state, specs)
-        reports = {p.label: p for p in compiled.report.programs}
-        found = {
-            label: _result(reports.get(str(label)), compiled.failures.get(label), limit)
-            for label in [*reports, *compiled.failures]
-            if label not in map(str, specs)
-        }
-        for bucket in specs:
-            # Phases, such as the update after micro-batches, are part of every step.
-            report, error = reports.get(str(bucket)), compiled.failures.get(bucket)
-            for result in [_result(report, error, limit), *found.values()]:
-                results[bucket] = _larger(results.get(bucket), result)
+        found = {p.label: _compiled(p, limit) for p in compiled.report.programs}
+        found |= {label: _refused(error) for label, error in compiled.failures.items()}
+        of_buckets = {bucket: found.pop(str(bucket)) for bucket in specs}
+        for bucket, result in of_buckets.items():
+            # What is left are phases, such as the update after micro-batches, which are
+            # part of every step.
+            results[bucket] = max(
+                [results.get(bucket, result), result, *found.values()],
+                key=lambda result: (not result.fits, result.num_bytes or 0),
+            )
     return results
 
 
-def _result(
-    report: ProgramReport | None, error: Exception | None, limit: int | None
-) -> _Result:
-    """Returns what a report says of a program, or the error of compiling it."""
-    if report is not None:
-        peak = report.peak_bytes
-        # Memory that is unknown is above any limit.
-        fits = limit is None or (math.inf if peak is None else peak) <= limit
-        return _Result(fits, peak, report.argument_bytes or 0)
-    if error is None or not is_out_of_memory(error):
-        raise error or ValueError("A program was not compiled.")
-    needed, available = refused_bytes(error) or (None, None)
-    return _Result(False, needed, available=available, error=error)
+def _compiled(report: ProgramReport, limit: int | None) -> _Result:
+    # Memory that is unknown is above any limit.
+    peak = math.inf if report.peak_bytes is None else report.peak_bytes
+    return _Result(limit is None or peak <= limit, report.peak_bytes)
 
 
-def _larger(one: _Result | None, other: _Result) -> _Result:
-    """Returns the result of the two that leaves less memory."""
-    if one is None or one.fits != other.fits:
-        return other if one is None or one.fits else one
-    return max(one, other, key=lambda result: result.num_bytes or 0)
+def _refused(error: Exception) -> _Result:
+    """Returns what the compiler says, or raises an error that is not about memory."""
+    if not is_out_of_memory(error):
+        raise error
+    return _Result(False, *(refused_bytes(error) or (None, None)), error=error)
 
 
 class _Search:
@@ -233,37 +229,37 @@ class _Search:
       multiple: B is a multiple of this number.
       limit: the bytes that programs may use; None for what the compiler accepts.
       first: the first count to try.
+
+    Attributes:
+      error: the error with which the smallest batch that does not fit was refused.
     """
 
     def __init__(self, multiple: int, limit: int | None, first: int):
         self.multiple = multiple
+        self.error: Exception | None = None
         # Programs that are refused are cheap, so that the search avoids others.
         self._is_from_above = limit is None
         self._limit = limit
         self._first = first
+        # Count -> what is known; without rows, a program needs at least the state.
         self._results: dict[int, _Result] = {}
         # The largest count that fits, and the smallest that does not.
         self._low, self._high = 0, math.inf
         # Rounds since the interval was halved last, and the width that it then had.
         self._stalled, self._width = 0, math.inf
 
-    def add(self, batch_size: int, result: _Result) -> None:
-        """Adds what is known of a program."""
+    def add(self, batch_size: int, result: _Result, state_bytes: int) -> None:
+        """Adds what is known of a program, and of its state."""
         count = batch_size // self.multiple
-        self._results[count] = result
+        self._results |= {0: _Result(True, state_bytes), count: result}
         if result.fits:
             self._low = max(self._low, count)
-        else:
-            self._high = min(self._high, count)
+        elif count < self._high:
+            self._high, self.error = count, result.error
             self._limit = self._limit or result.available
         self._stalled += 1
         if self._high - self._low <= self._width / 2:
             self._stalled, self._width = 0, self._high - self._low
-
-    @property
-    def error(self) -> Exception | None:
-        """The error with which the smallest batch that does not fit was refused."""
-        return self._results[int(self._high)].error
 
     @property
     def ends(self) -> bool:
@@ -273,54 +269,43 @@ class _Search:
     @property
     def next_batch_size(self) -> int:
         """The B to compile next."""
+        low, high = self._low, self._high
         if not self._results:
-            return self._first * self.multiple
-        if self._high == math.inf:
-            count = self._beyond()
-        elif self._is_from_above:
-            count = self._from_above()
+            count = self._first
+        elif high < math.inf:
+            count = self._above() if self._is_from_above else self._between()
         else:
-            count = self._between()
-        return int(min(max(count, self._low + 1), self._high - 1)) * self.multiple
-
-    def _beyond(self) -> float:
-        """Returns a count that should not fit, if all before have."""
-        low = self._low
-        if len(self._results) == 1:
-            predicted = self._crossing((0, self._base), (low, self._bytes(low)))
-        else:
+            one, other = sorted(self._results)[-2:]
             # If the prediction is right, this does not fit, and the one before does.
-            one, other = ((x, self._bytes(x)) for x in sorted(self._results)[-2:])
-            predicted = 1 + self._crossing(one, other)
-        # A prediction that was too low, again and again, is not to be trusted.
-        least = low + (low >> max(0, 6 - len(self._results)))
-        return min(max(predicted, least), _GROWTH * low)
+            count = self._crossing(one, other, math.inf) + 1
+            # A prediction that was too low, again and again, is not to be trusted.
+            least = low + (low >> max(0, 7 - len(self._results)))
+            count = min(max(count, least), _GROWTH * low)
+        return int(min(max(count, low + 1), high - 1)) * self.multiple
 
     def _between(self) -> float:
         """Returns a count between one that fits and one that does not."""
-        low, high = self._low, self._high
-        middle = (low + high) // 2
-        one = low, self._bytes(low) if low else self._base
+        middle = (self._low + self._high) // 2
         # The secant may leave one of the ends where it is.
         if self._stalled > 1:
             return middle
-        predicted = self._crossing(one, (high, self._bytes(high)), middle)
+        predicted = self._crossing(self._low, self._high, middle)
         # It and the next one are both to be compiled: first what leaves less between.
         return predicted + (predicted < middle)
 
-    def _from_above(self) -> float:
+    def _above(self) -> float:
         """Returns a count that should not fit, closer to the limit."""
         low, high = self._low, self._high
         # Digits that the compiler leaves out make programs near the limit look alike.
+        least = (self._limit or 0) * _ROUNDING
         refused = [
-            (count, result.num_bytes)
+            count
             for count, result in sorted(self._results.items())
-            if result.num_bytes and not result.fits
-            if result.num_bytes > (self._limit or 0) * _ROUNDING
-        ][:2]
+            if not result.fits and (result.num_bytes or 0) > least
+        ]
         if not refused or (low and self._stalled > 3):
             return (low + high) // 2
-        one, other = refused if len(refused) > 1 else [(0, 0), *refused]
+        one, other = [0, *refused[:2]][-2:]
         # Close to the limit, programs need less than those far above it predict.
         target = max(self._crossing(one, other, 0), low)
         if high > 4 * target:
@@ -328,46 +313,27 @@ class _Search:
         # Longer and longer steps, if the prediction stays ahead of all programs.
         return min((high + target) // 2, high - (1 << self._stalled) // 4)
 
-    def _crossing(self, one: Any, other: Any, default: float = math.inf) -> float:
-        """Returns the largest count that should fit, by two counts and their bytes."""
-        (count, size), (next_count, next_size) = one, other
+    def _crossing(self, one: float, other: float, default: float) -> float:
+        """Returns the largest count that should fit, by the bytes of two counts."""
+        size, next_size = self._bytes(one), self._bytes(other)
         if None in (size, next_size, self._limit) or next_size <= size:
             return default
-        slope = (next_size - size) / (next_count - count)
-        return max(0, math.floor(count + (self._limit - size) / slope))
+        slope = (next_size - size) / (other - one)
+        return max(0, math.floor(one + (self._limit - size) / slope))
 
-    def _bytes(self, count: float) -> int | None:
+    def _bytes(self, count: float) -> Any:
         return self._results[int(count)].num_bytes
-
-    @property
-    def _base(self) -> int:
-        """What programs without rows would need at least: the state."""
-        return min(result.argument_bytes for result in self._results.values())
 
     def fitted(self, seq_len: int) -> FittedBatchSize:
         """Returns the answer."""
-        low, high = self._low, int(self._high)
-        results = self._results.values()
-        num_refused = sum(result.error is not None for result in results)
+        programs = [result for count, result in self._results.items() if count]
+        num_refused = sum(result.error is not None for result in programs)
         return FittedBatchSize(
             seq_len,
-            low * self.multiple,
-            (self._bytes(low) or 0) if low else 0,
-            high * self.multiple,
-            self._bytes(high),
-            len(results) - num_refused,
+            self._low * self.multiple,
+            self._low and (self._bytes(self._low) or 0),
+            int(self._high) * self.multiple,
+            self._bytes(self._high),
+            len(programs) - num_refused,
             num_refused,
         )
-
-
-def _nothing_fits(
-    size: FittedBatchSize, state_bytes: int, limit: int | None
-) -> ValueError:
-    limited = "what the compiler accepts" if limit is None else bytes_text(limit)
-    needed = "more" if size.next_bytes is None else bytes_text(size.next_bytes)
-    return ValueError(
-        f"No batch fits in {limited}: even [{size.next_batch_size}, {size.seq_len}] "
-        f"needs {needed} on each device, {bytes_text(state_bytes)} of it for the "
-        "state. Use more memory, shorter `seq_lens`, a smaller `batch_size_multiple` "
-        "or model, or shard the state (`jb.sharding.fully_sharded`)."
-    )

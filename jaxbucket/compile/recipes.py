@@ -38,14 +38,6 @@ class Precompiled:
     failures: dict[str, str]
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python values."""
-        return {
-            "programs": self.report.to_dict(),
-            "failures": self.failures,
-            "seconds": self.seconds,
-        }
-
 
 def precompile(
     recipe: Callable[..., Any],
@@ -95,7 +87,8 @@ def precompile(
         steps = compile_with(options, *triple)
         programs += steps.report.programs
         for label, error in steps.failures.items():
-            failures[f"{name} {label}"] = _summary(error)
+            summary = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+            failures[f"{name} {label}"] = ": ".join(summary)
     seconds = time.perf_counter() - start
     return Precompiled(CompileReport(tuple(programs)), failures, seconds)
 
@@ -134,8 +127,3 @@ def call_recipe(
             "that `absent_devices` yields."
         )
     return steps
-
-
-def _summary(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

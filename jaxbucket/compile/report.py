@@ -31,13 +31,6 @@ _COLLECTIVES_CAPTION = (
     "Collectives that each device runs in a step, and the MB of their results; + if "
     "there are more, in loops of unknown length."
 )
-# Our names -> jax's names of the kinds of memory.
-_MEMORY = {
-    "argument": "argument",
-    "output": "output",
-    "aliased": "alias",
-    "temporary": "temp",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +104,13 @@ def costs_of(executable: Any, args: Any, devices: Sequence[Any]) -> dict[str, An
         memory = executable.memory_analysis()
     except (NotImplementedError, jax.errors.JaxRuntimeError):
         memory = None
-    costs = {
-        f"{name}_bytes": getattr(memory, f"{jax_name}_size_in_bytes", None)
-        for name, jax_name in _MEMORY.items()
+    costs: dict[str, Any] = {
+        "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
+        "output_bytes": getattr(memory, "output_size_in_bytes", None),
+        "aliased_bytes": getattr(memory, "alias_size_in_bytes", None),
+        "temporary_bytes": getattr(memory, "temp_size_in_bytes", None),
     }
-    if costs["argument_bytes"] is not None:
+    if memory is not None:
         # Arguments that a program does not use, such as the state of the optimizer in
         # an evaluation, are in memory as well.
         costs["argument_bytes"] = max(costs["argument_bytes"], shard_bytes(args))
@@ -274,39 +269,26 @@ def count_flops(jaxpr: Any) -> int:
 def _equation_flops(equation: Any) -> int:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
-        return _product_flops(equation)
+        left = equation.invars[0].aval.shape
+        (contracted, _), _ = params["dimension_numbers"]
+        depth = math.prod(left[axis] for axis in contracted)
+        return 2 * math.prod(equation.outvars[0].aval.shape) * depth
     if name == "conv_general_dilated":
-        return _convolution_flops(equation)
+        kernel = equation.invars[1].aval.shape
+        # Each output is a sum over the kernel's window and the channels of its group.
+        outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
+        window = math.prod(kernel) // max(outputs, 1)
+        return 2 * math.prod(equation.outvars[0].aval.shape) * window
     inner = [count_flops(program) for program in _programs(params.values())]
     if name == "cond":
         return max(inner, default=0)
-    return _num_runs(name, params) * sum(inner)
-
-
-def _product_flops(equation: Any) -> int:
-    left = equation.invars[0].aval.shape
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    depth = math.prod(left[axis] for axis in contracted)
-    return 2 * math.prod(equation.outvars[0].aval.shape) * depth
-
-
-def _convolution_flops(equation: Any) -> int:
-    kernel = equation.invars[1].aval.shape
-    # Each output is a sum over the kernel's window and the channels of its group.
-    outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    window = math.prod(kernel) // max(outputs, 1)
-    return 2 * math.prod(equation.outvars[0].aval.shape) * window
-
-
-def _num_runs(name: str, params: dict[str, Any]) -> int:
-    """Returns how many times the programs inside an equation run."""
     if name == "scan":
-        return params["length"]
+        return params["length"] * sum(inner)
     if name == "shard_map":
         # The program inside is that of a single device.
         axes = params.get("manual_axes", params["mesh"].axis_names)
-        return math.prod(params["mesh"].shape[axis] for axis in axes)
-    return 1
+        return math.prod(params["mesh"].shape[axis] for axis in axes) * sum(inner)
+    return sum(inner)
 
 
 def _programs(values: Any) -> Iterator[Any]:

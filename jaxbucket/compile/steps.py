@@ -161,7 +161,8 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
 
     Attributes:
       report: the seconds and bytes of each program.
-      failures: the errors of buckets and phases, if the options say to keep going.
+      failures: label, as in the report -> the error of a bucket or phase, if the
+        options say to keep going.
       seconds_waited: the time that it took to compile all programs.
 
     Raises:
@@ -183,7 +184,7 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
         programs = [Program(b, step_fn, (*leading_args, specs[b])) for b in order]
         build = Build([*phases, *programs], options)
         self.report: CompileReport = build.report
-        self.failures: dict[Label, Exception] = build.failures
+        self.failures: dict[str, Exception] = build.failures
         self.seconds_waited = build.seconds
         self._executables = build.executables
         self._arrays = {bucket: _arrays(spec) for bucket, spec in specs.items()}

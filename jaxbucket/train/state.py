@@ -164,11 +164,8 @@ def create_state(
     step = jnp.zeros((), jnp.int32)
     state = TrainState(
         step=jax.eval_shape(lambda: step) if has_shapes(parts) else step,
-        params=parts.params,
-        frozen=parts.frozen,
-        variables=parts.variables,
         opt_state=() if tx is None else _init(tx, parts.params),
-        graphdef=parts.graphdef,
+        **parts._asdict(),
     )
     if mesh is None:
         # Copied, because steps donate the state.
@@ -254,17 +251,12 @@ def _on_mesh(
         if spec_of is not None:
             spec = spec_of(tuple(map(_key_name, path)), leaf)
             return put(leaf, NamedSharding(mesh, spec))
-        if _is_sharded(leaf, mesh):
-            return put(leaf, leaf.sharding)
+        sharding: Any = getattr(leaf, "sharding", None)
+        if getattr(sharding, "mesh", None) == mesh and not sharding.is_fully_replicated:
+            return put(leaf, sharding)
         return replicate(leaf, mesh)
 
     return jax.tree.map_with_path(on_mesh, state)
-
-
-def _is_sharded(leaf: Any, mesh: Mesh) -> bool:
-    sharding = getattr(leaf, "sharding", None)
-    is_on_mesh = getattr(sharding, "mesh", None) == mesh
-    return is_on_mesh and not sharding.is_fully_replicated  # pyright: ignore
 
 
 def _split(params: Any, wrt: Any) -> tuple[Any, Any]:

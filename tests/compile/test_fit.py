@@ -132,9 +132,10 @@ def test_a_search_ends_for_any_memory(needed, limit, first):
         if refuses and not fits:
             rounded = int(round(size / 2**30, 2) * 2**30)
             error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-            search.add(count, _Result(False, rounded, available=limit, error=error))
+            result = _Result(False, rounded, available=limit, error=error)
         else:
-            search.add(count, _Result(fits, size, min(size, 10**9)))
+            result = _Result(fits, size)
+        search.add(count, result, min(needed(1), 10**9))
         if search.ends:
             break
     fitted = search.fitted(1)
