@@ -11,6 +11,7 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.length_counts import LengthCounts
+from jaxbucket.base.permutation import mix
 from jaxbucket.base.sizes import Counted
 from jaxbucket.base.table import Record
 from jaxbucket.plan.formatting import format_duration, number_table
@@ -58,9 +59,9 @@ class SimulatedEpoch:
       balance: the real tokens of the device that has most of them in a batch, divided
         by those of the mean device, averaged over the batches; None if examples have
         several sequences, or devices no whole rows.
-      steps: arrays with an element for each of some steps at equal distances: "step",
-        "examples", "positions" (padding included), "tokens" (the mean number of real
-        ones), "seconds", and "learning_rate" if there is one.
+      steps: arrays with an element for each of some steps, about equally far from each
+        other: "step", "examples", "positions" (padding included), "tokens" (the mean
+        number of real ones), "seconds", and "learning_rate" if there is one.
     """
 
     plan: BucketPlan
@@ -305,7 +306,7 @@ def _add_faults(
 def _steps(
     counts: BatchCounts, seconds: np.ndarray, num_points: int
 ) -> dict[str, np.ndarray]:
-    """Returns what some steps at equal distances train on.
+    """Returns what some steps, about equally distant, train on.
 
     Args:
       counts: the numbers of all steps.
@@ -320,7 +321,9 @@ def _steps(
     number = min(num_points, total)
     places = {bucket: place for place, bucket in enumerate(plan.buckets)}
     means, rows = _tokens_per_row(counts), []
-    for step in (index * total // number for index in range(number)):
+    for place in range(number):
+        # Anywhere in its part of the epoch, because buckets may come periodically.
+        step = place * total // number + mix(place) % (total // number)
         parts = counts.micro_batches(step)
         index = [places[bucket] for bucket, _ in parts]
         filled = np.array([examples for _, examples in parts])
