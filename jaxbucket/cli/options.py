@@ -190,8 +190,8 @@ _COSTS = _all_of(
         "--per-second",
         metavar="RATE",
         type=_RATE,
-        help="Throughput of the machine in tokens per second, or in operations per "
-        "second with --width. Costs are then in seconds.",
+        help="Throughput of all devices together in tokens per second, or in "
+        "operations per second with --width. Costs are then in seconds.",
     ),
     click.option(
         "--step-times",

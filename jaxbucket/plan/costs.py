@@ -41,7 +41,7 @@ class TokenCost:
       (1024, 0.25)
 
     Attributes:
-      tokens_per_second: the number of positions that the machine processes in a
+      tokens_per_second: the number of positions that all devices process in a
         second. If given, the cost is in seconds, otherwise in tokens.
 
     Raises:
@@ -81,7 +81,7 @@ class TransformerCost:
       width: d, the width of the residual stream.
       depth: L, the number of layers.
       vocab_size: V, the number of outputs per position; 0 leaves out the output layer.
-      flops_per_second: the number of operations that the machine performs in a second.
+      flops_per_second: the number of operations that all devices perform in a second.
         If given, the cost is in seconds, otherwise in operations.
 
     Raises:

@@ -38,8 +38,8 @@ class Cluster:
       num_hosts: the number of hosts.
       devices_per_host: the number of devices of each.
       step_seconds: `(batch_size, seq_len)` -> the mean seconds that a host computes in
-        a step, such as `Calibration.cost`; None for the costs of the plan, which are
-        then in seconds.
+        a step of this global batch, such as `Calibration.cost`; None for the costs of
+        the plan, which are then in seconds.
       skew: how the times of hosts differ in a step: the standard deviation of their
         logarithm, or measured factors of the mean host of the same step. All hosts wait
         for the slowest one in every step. 0 if `step_seconds` are of steps on all

@@ -142,10 +142,12 @@ class Simulation(Record):
         epoch, sentences = self.epochs[name], []
         if epoch.checkpoint_steps is not None:
             low, high = map(format_duration, epoch.range)
+            between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
+            time = format_duration(between)
             chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
             sentences.append(
                 f"an epoch takes {low} to {high}, with a checkpoint every "
-                f"{epoch.checkpoint_steps:,} steps{chosen}."
+                f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
             )
         if epoch.balance is not None and self.cluster.num_devices > 1:
             sentences.append(
