@@ -8,16 +8,20 @@ from typing import Any
 
 import click
 
+from jaxbucket.cli.length_options import (
+    LENGTHS,
+    read_columns,
+    reading_options,
+)
+from jaxbucket.cli.limit_options import (
+    limit_options,
+)
 from jaxbucket.cli.options import (
     EXISTING,
-    LENGTHS,
     POSITIVE,
     block_sparse_option,
     form_option,
-    limit_options,
     plot_option,
-    read_columns,
-    reading_options,
     remainder_option,
     unit_option,
 )

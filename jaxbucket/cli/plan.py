@@ -11,18 +11,22 @@ from typing import Any
 import click
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.options import (
+from jaxbucket.cli.length_options import (
     LENGTHS,
+    read_columns,
+    reading_options,
+)
+from jaxbucket.cli.limit_options import (
+    limit_options,
+)
+from jaxbucket.cli.options import (
     NEW,
     POSITIVE,
     block_sparse_option,
     form_option,
     integer,
-    limit_options,
     load_function,
     plot_option,
-    read_columns,
-    reading_options,
     unit_option,
 )
 from jaxbucket.cli.output import (

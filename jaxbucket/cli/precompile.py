@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
@@ -18,6 +19,9 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
+
+if TYPE_CHECKING:
+    from jaxbucket.compile.recipes import Precompiled
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -91,12 +95,24 @@ def precompile(
         device = default_devices()[0]
         if memory_bytes is None and device.platform != "tpu":
             memory_bytes = memory_limit(device)
+    limit = math.inf if memory_bytes is None else memory_bytes
+    _show(done, cache, limit, form, is_first=processes.index == 0)
+
+
+def _show(
+    done: Precompiled,
+    cache: pathlib.Path | None,
+    limit: float,
+    form: str | None,
+    *,
+    is_first: bool,
+) -> None:
+    """Prints the report and what is wrong, and exits with 1 if anything is."""
     programs = done.report.programs
     # Memory that is unknown is above any limit.
-    limit = math.inf if memory_bytes is None else memory_bytes
     above = [p for p in programs if limit < (p.peak_bytes or math.inf)]
     not_kept = [f"{p.name} {p.label}" for p in programs if cache and not p.file]
-    if processes.index == 0:
+    if is_first:
         numbers = {
             "cache": cache and str(cache),
             "above": [f"{p.name} {p.label}" for p in above],

@@ -10,16 +10,18 @@ from typing import Any
 import click
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.cli.length_options import (
+    LENGTHS,
+    read_columns,
+    reading_options,
+)
 from jaxbucket.cli.options import (
     EXISTING,
-    LENGTHS,
     POSITIVE,
     accumulate_option,
     form_option,
     group_option,
     plot_option,
-    read_columns,
-    reading_options,
     remainder_option,
     unit_option,
 )

@@ -9,19 +9,23 @@ from typing import Any
 import click
 import numpy as np
 
+from jaxbucket.cli.length_options import (
+    LENGTHS,
+    read_columns,
+    reading_options,
+)
+from jaxbucket.cli.limit_options import (
+    step_time_options,
+)
 from jaxbucket.cli.options import (
     EXISTING,
-    LENGTHS,
     POSITIVE,
     accumulate_option,
     form_option,
     group_option,
     load_function,
     plot_option,
-    read_columns,
-    reading_options,
     remainder_option,
-    step_time_options,
 )
 from jaxbucket.cli.output import check_outputs, new_figure, show
 from jaxbucket.cli.report import read_plan

@@ -47,7 +47,7 @@ class Tally:
             pieces = -(-lengths.lengths[is_split] // plan.max_seq_len)
             changes["split_examples"] = int(numbers.sum())
             changes["chunks"] = int((pieces * numbers).sum())
-        for rows, numbers in parts(plan, lengths):
+        for rows, numbers in lengths_and_counts(plan, lengths):
             index = plan.assign(rows)
             kept = plan.truncated(rows).reshape(len(rows), -1)
             np.add.at(examples, index + 1, numbers)
@@ -60,7 +60,7 @@ class Tally:
         return cls(examples[1:], tokens[1:], changes)
 
 
-def parts(
+def lengths_and_counts(
     plan: BucketPlan, lengths: Counted
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields lengths, `[n]` or `[n, Q]` int64, and the number of examples of each.

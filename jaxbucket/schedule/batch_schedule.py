@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -25,9 +24,9 @@ from jaxbucket.base.checks import (
     check_seed,
 )
 from jaxbucket.base.digest import digest
-from jaxbucket.base.files import SharedArray
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.selection import selected_indices
+from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
@@ -156,8 +155,9 @@ class BatchSchedule(Schedule):
                 "it, or use `plan.unpacked` to have one example per row."
             )
         columns, self.subset = _selected(plan, lengths, subset)
-        if isinstance(lengths, np.memmap) and columns.ndim == 1:
-            columns = _shared(lengths, columns)
+        whole = SharedArray.of(lengths)
+        if whole is not None and whole.dtype == columns.dtype:
+            columns = whole
         self.lengths = total_lengths(columns)
         if plan.sequences:
             self.parts = dict(zip(plan.sequences, columns.T, strict=True))
@@ -395,16 +395,6 @@ class BatchSchedule(Schedule):
             if self.subset is None
             else digest(np.packbits(self.subset).data),
         }
-
-
-def _shared(lengths: np.memmap, columns: np.ndarray) -> np.ndarray:
-    """Returns lengths that workers map as well, if they are a whole `.npy` file."""
-    path = str(lengths.filename)
-    if path.endswith(".npy") and os.path.exists(path):
-        values = SharedArray.open(path)
-        if values.shape == columns.shape and values.dtype == columns.dtype:
-            return values
-    return columns
 
 
 def _selected(

@@ -15,9 +15,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.files import shared_array
 from jaxbucket.base.length_counts import chunks
 from jaxbucket.base.permutation import fold, permute
+from jaxbucket.base.shared_array import shared_array
 from jaxbucket.base.sizes import total_lengths
 from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import report

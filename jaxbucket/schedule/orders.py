@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import abc
 import functools
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from jaxbucket.base.checks import check_choice, check_type
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
+from jaxbucket.schedule.epoch_batches import EpochBatches
 from jaxbucket.schedule.epoch_rows import EpochRows, Within, shuffled_slots
 from jaxbucket.schedule.spread import spread_updates
 
@@ -140,13 +141,13 @@ class ShuffledEpochs:
     """Numbers the batches of an epoch by bucket, and permutes the numbers.
 
     Args:
-      rows: the rows of an epoch; or `EpochBatches`, for `number` only.
+      rows: the rows of an epoch; without its examples, only `number` can be called.
       seed: the seed of all random choices.
       first: the number of the batch that comes first in the first epoch; None for the
         usual order.
     """
 
-    def __init__(self, rows: Any, seed: int, first: int | None):
+    def __init__(self, rows: EpochBatches, seed: int, first: int | None):
         self._rows = rows
         self._seed = seed
         self._first = first
@@ -157,8 +158,8 @@ class ShuffledEpochs:
 
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """Returns the examples in the `[n]` rows of a bucket."""
-        slots = shuffled_slots(self._seed, epoch)
-        return self._rows.examples(bucket, row, slots)
+        rows = cast(EpochRows, self._rows)
+        return rows.examples(bucket, row, shuffled_slots(self._seed, epoch))
 
     def number(self, epoch: int, position: int) -> int:
         """Returns the number of the batch at a position of an epoch.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,13 +12,11 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.permutation import mix
 from jaxbucket.base.sizes import Counted
-from jaxbucket.base.table import Record
-from jaxbucket.plan.formatting import format_duration, number_table
-from jaxbucket.plan.reports.epoch import Report
-from jaxbucket.plan.tally import parts as count_parts
+from jaxbucket.plan.tally import lengths_and_counts
 from jaxbucket.schedule.batch_counts import BatchCounts
 from jaxbucket.simulate.cluster import Cluster
 from jaxbucket.simulate.faults import best_interval, replay
+from jaxbucket.simulate.simulation import PARTS, SimulatedEpoch, Simulation
 
 # Draws of a random time, whose mean is used.
 _DRAWS = 20_000
@@ -27,134 +24,6 @@ _DRAWS = 20_000
 _NUM_STEPS = 2000
 # Rows that are drawn to compare devices.
 _MAX_ROWS = 1 << 20
-PARTS = {
-    "steps": "the mean host computes",
-    "waiting": "for the slowest host",
-    "data": "for batches that are not loaded yet",
-    "compile": "programs are compiled",
-    "checkpoints": "checkpoints are written",
-    "lost": "steps are repeated after a fault",
-    "restarts": "after a fault, until steps go on",
-}
-_LEGEND = (
-    "Epoch: its predicted time, with the range of 90% of replays if there are faults. "
-    "The other columns are shares of this time: "
-    + "; ".join(f"{name}: {what}" for name, what in PARTS.items())
-    + "."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class SimulatedEpoch:
-    """The first epoch of a plan on a cluster.
-
-    Attributes:
-      plan: the shapes.
-      report: the steps, examples and padding of the epoch.
-      parts: the mean seconds of each part of the epoch: "steps", "waiting", "data",
-        "compile", "checkpoints", "lost" and "restarts".
-      seconds: the mean seconds of the epoch, the sum of its parts.
-      range: the 5th and the 95th percentile of the seconds, over random faults.
-      checkpoint_steps: the steps between two checkpoints; None without checkpoints.
-      balance: the real tokens of the device that has most of them in a batch, divided
-        by those of the mean device, averaged over the batches; None if examples have
-        several sequences, or devices no whole rows.
-      steps: arrays with an element for each of some steps, about equally far from each
-        other: "step", "examples", "positions" (padding included), "tokens" (the mean
-        number of real ones), "seconds", and "learning_rate" if there is one.
-    """
-
-    plan: BucketPlan
-    report: Report
-    parts: dict[str, float]
-    range: tuple[float, float]
-    checkpoint_steps: int | None
-    balance: float | None
-    steps: dict[str, np.ndarray]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    def share(self, part: str) -> float:
-        """Returns the share of a part in the time of the epoch."""
-        return self.parts[part] / self.seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python values."""
-        return {
-            "seconds": self.seconds,
-            "range": list(self.range),
-            "parts": self.parts,
-            "checkpoint_steps": self.checkpoint_steps,
-            "balance": self.balance,
-            "report": self.report.to_dict(),
-            "steps": {name: x.tolist() for name, x in self.steps.items()},
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Simulation(Record):
-    """The simulated epochs of one or several plans.
-
-    Attributes:
-      epochs: the name of each plan -> its epoch.
-      cluster: the machines.
-    """
-
-    epochs: dict[str, SimulatedEpoch]
-    cluster: Cluster
-
-    def __getitem__(self, name: str) -> SimulatedEpoch:
-        return self.epochs[name]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all numbers as plain Python values."""
-        return {name: epoch.to_dict() for name, epoch in self.epochs.items()}
-
-    @property
-    def legends(self) -> tuple[str, ...]:
-        return (_LEGEND,)
-
-    def __rich__(self) -> Any:
-        """Returns the epochs as a `rich` table, for a terminal."""
-        epochs = self.epochs.values()
-        used = [part for part in PARTS if any(x.parts[part] for x in epochs)]
-        names = ["plan", "shapes", "steps per\nepoch", "padding", "epoch", *used]
-        rows = [
-            (
-                name,
-                str(len(x.plan)),
-                f"{x.report.steps_per_epoch:,}",
-                f"{x.report.padding:.1%}",
-                format_duration(x.seconds),
-                *(f"{x.share(part):.1%}" for part in used),
-            )
-            for name, x in self.epochs.items()
-        ]
-        text = [*map(self._sentences, self.epochs), *self.legends]
-        table = number_table(names, rows, "\n".join(filter(None, text)))
-        first = table.columns[0]
-        first.justify, first.no_wrap, first.overflow = "left", False, "fold"
-        return table
-
-    def _sentences(self, name: str) -> str:
-        epoch, sentences = self.epochs[name], []
-        if epoch.checkpoint_steps is not None:
-            low, high = map(format_duration, epoch.range)
-            between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
-            time = format_duration(between)
-            chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
-            sentences.append(
-                f"an epoch takes {low} to {high}, with a checkpoint every "
-                f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
-            )
-        if epoch.balance is not None and self.cluster.num_devices > 1:
-            sentences.append(
-                f"The device with most real tokens has {epoch.balance:.2f} times the "
-                "mean."
-            )
-        return f"{name}: {' '.join(sentences)}" if sentences else ""
 
 
 def simulate(
@@ -237,15 +106,12 @@ def _simulated(
     if cluster.hours_between_faults is not None or interval is not None:
         interval, ends = _add_faults(parts, work, report.steps_per_epoch, cluster)
     chosen = np.linspace(0, len(waits), min(num_points, len(waits)), endpoint=False)
-    shown = {
-        name: steps[name][chosen.astype(int)]
-        for name in ("step", "examples", "positions", "tokens", "rows", "seconds")
-    }
+    steps = {name: values[chosen.astype(int)] for name, values in steps.items()}
     if learning_rate is not None:
-        shown["learning_rate"] = _learning_rates(learning_rate, counts, shown)
-    del shown["rows"]
+        steps["learning_rate"] = _learning_rates(learning_rate, counts, steps)
+    del steps["rows"], steps["before"]
     balance = _balance(counts, lengths, batches, cluster.num_devices, rng)
-    return SimulatedEpoch(counts.plan, report, parts, ends, interval, balance, shown)
+    return SimulatedEpoch(counts.plan, report, parts, ends, interval, balance, steps)
 
 
 def _load_seconds(
@@ -392,7 +258,7 @@ def _balance(
     plan = counts.plan
     if plan.sequences or (plan.batch_sizes % num_devices).any():
         return None
-    ((rows, numbers),) = count_parts(plan, lengths)
+    ((rows, numbers),) = lengths_and_counts(plan, lengths)
     index, kept = plan.assign(rows), plan.truncated(rows)
     most, total = 0.0, 0.0
     for k, batch_size in enumerate(plan.batch_sizes.tolist()):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxbucket.simulate.epoch import PARTS, Simulation
+from jaxbucket.simulate.simulation import PARTS, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,7 +30,7 @@ def files(folder):
 
 
 @pytest.mark.parametrize("order", ["spread", "source", "ascending", "descending"])
-@pytest.mark.parametrize("dtype", ["u2", "u4", "i4", "i8"])
+@pytest.mark.parametrize("dtype", ["u2", "u4", "u8", "i4", "i8"])
 def test_batches_and_fingerprints_are_those_of_an_array(
     tmp_path, lengths, order, dtype, monkeypatch
 ):
@@ -60,6 +60,30 @@ def test_narrow_lengths_do_not_wrap_around(tmp_path, overlong, max_seq_len):
     expected = jb.BatchSchedule(plan, lengths, order="source", balance=True)
     assert schedule.report() == expected.report()
     assert [x.rows.tolist() for x in schedule] == [x.rows.tolist() for x in expected]
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@pytest.mark.parametrize(
+    "view",
+    [slice(None), slice(None, None, -1), slice(7, None), slice(None, None, 3)],
+    ids=str,
+)
+def test_lengths_are_those_of_the_view_and_not_of_the_file(
+    tmp_path, lengths, mode, view
+):
+    np.save(tmp_path / "lengths.npy", np.sort(lengths).astype(np.uint16))
+    memory_map = np.load(tmp_path / "lengths.npy", mmap_mode=mode)
+    if mode == "c":
+        # Only this process sees it.
+        memory_map[:] = memory_map[::-1].copy()
+    values = memory_map[view]
+    expected = np.array(values)
+    plan = jb.plan_buckets(expected, max_tokens=3000)
+    for copy in (lambda x: x, lambda x: pickle.loads(pickle.dumps(x))):
+        found = copy(jb.BatchSchedule(plan, values))
+        np.testing.assert_array_equal(found.lengths, expected)
+        for step, batch in enumerate(jb.BatchSchedule(plan, expected)):
+            np.testing.assert_array_equal(found[step].rows, batch.rows)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])

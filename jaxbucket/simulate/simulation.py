@@ -1,0 +1,143 @@
+"""`Simulation`: simulated epochs, and how they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.table import Record
+from jaxbucket.plan.formatting import format_duration, number_table
+from jaxbucket.plan.reports.epoch import Report
+from jaxbucket.simulate.cluster import Cluster
+
+PARTS = {
+    "steps": "the mean host computes",
+    "waiting": "for the slowest host",
+    "data": "for batches that are not loaded yet",
+    "compile": "programs are compiled",
+    "checkpoints": "checkpoints are written",
+    "lost": "steps are repeated after a fault",
+    "restarts": "after a fault, until steps go on",
+}
+_LEGEND = (
+    "Epoch: its predicted time, with the range of 90% of replays if there are faults. "
+    "The other columns are shares of this time: "
+    + "; ".join(f"{name}: {what}" for name, what in PARTS.items())
+    + "."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedEpoch:
+    """The first epoch of a plan on a cluster.
+
+    Attributes:
+      plan: the shapes.
+      report: the steps, examples and padding of the epoch.
+      parts: the mean seconds of each part of the epoch: "steps", "waiting", "data",
+        "compile", "checkpoints", "lost" and "restarts".
+      seconds: the mean seconds of the epoch, the sum of its parts.
+      range: the 5th and the 95th percentile of the seconds, over random faults.
+      checkpoint_steps: the steps between two checkpoints; None without checkpoints.
+      balance: the real tokens of the device that has most of them in a batch, divided
+        by those of the mean device, averaged over the batches; None if examples have
+        several sequences, or devices no whole rows.
+      steps: arrays with an element for each of some steps, about equally far from each
+        other: "step", "examples", "positions" (padding included), "tokens" (the mean
+        number of real ones), "seconds", and "learning_rate" if there is one.
+    """
+
+    plan: BucketPlan
+    report: Report
+    parts: dict[str, float]
+    range: tuple[float, float]
+    checkpoint_steps: int | None
+    balance: float | None
+    steps: dict[str, np.ndarray]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    def share(self, part: str) -> float:
+        """Returns the share of a part in the time of the epoch."""
+        return self.parts[part] / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python values."""
+        return {
+            "seconds": self.seconds,
+            "range": list(self.range),
+            "parts": self.parts,
+            "checkpoint_steps": self.checkpoint_steps,
+            "balance": self.balance,
+            "report": self.report.to_dict(),
+            "steps": {name: x.tolist() for name, x in self.steps.items()},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation(Record):
+    """The simulated epochs of one or several plans.
+
+    Attributes:
+      epochs: the name of each plan -> its epoch.
+      cluster: the machines.
+    """
+
+    epochs: dict[str, SimulatedEpoch]
+    cluster: Cluster
+
+    def __getitem__(self, name: str) -> SimulatedEpoch:
+        return self.epochs[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python values."""
+        return {name: epoch.to_dict() for name, epoch in self.epochs.items()}
+
+    @property
+    def legends(self) -> tuple[str, ...]:
+        return (_LEGEND,)
+
+    def __rich__(self) -> Any:
+        """Returns the epochs as a `rich` table, for a terminal."""
+        epochs = self.epochs.values()
+        used = [part for part in PARTS if any(x.parts[part] for x in epochs)]
+        names = ["plan", "shapes", "steps per\nepoch", "padding", "epoch", *used]
+        rows = [
+            (
+                name,
+                str(len(x.plan)),
+                f"{x.report.steps_per_epoch:,}",
+                f"{x.report.padding:.1%}",
+                format_duration(x.seconds),
+                *(f"{x.share(part):.1%}" for part in used),
+            )
+            for name, x in self.epochs.items()
+        ]
+        text = [*map(self._sentences, self.epochs), *self.legends]
+        table = number_table(names, rows, "\n".join(filter(None, text)))
+        first = table.columns[0]
+        first.justify, first.no_wrap, first.overflow = "left", False, "fold"
+        return table
+
+    def _sentences(self, name: str) -> str:
+        epoch, sentences = self.epochs[name], []
+        if epoch.checkpoint_steps is not None:
+            low, high = map(format_duration, epoch.range)
+            between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
+            time = format_duration(between)
+            chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
+            sentences.append(
+                f"an epoch takes {low} to {high}, with a checkpoint every "
+                f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
+            )
+        if epoch.balance is not None and self.cluster.num_devices > 1:
+            sentences.append(
+                f"The device with most real tokens has {epoch.balance:.2f} times the "
+                "mean."
+            )
+        return f"{name}: {' '.join(sentences)}" if sentences else ""
