@@ -79,10 +79,17 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
                 data = gzip.decompress(data)
             path = pathlib.Path(folder, "stdin.json")
             path.write_bytes(data)
-            if not data.lstrip().startswith(b"{") or not _histogram(path):
+            if not _is_histogram(_json_object(path)):
                 path = path.rename(path.with_suffix(suffix_of(data)))
             return read_columns(path, columns, **options)
-    if path.suffix == ".json" and (counts := _histogram(path)):
+    if path.suffix == ".json" and (found := _json_object(path)) is not None:
+        if not _is_histogram(found):
+            raise ValueError(
+                f"`{path}` is a JSON object with the keys {list(found)[:4]}. Pass an "
+                'object of how many examples have each length, such as {"128": 9}; one '
+                "array of examples; or .jsonl, with an object in each line."
+            )
+        counts = {int(length): number for length, number in found.items()}
         return LengthCounts(counts, name=str(path))
     lengths = read_lengths(path, columns, **options)
     if len(columns) > 1:
@@ -90,10 +97,15 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
     return lengths[0]
 
 
-def _histogram(path: pathlib.Path) -> dict[int, int]:
-    """Returns the histogram in a JSON file; empty if it contains something else."""
+def _json_object(path: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the object that a file consists of; None for anything else."""
+    with path.open("rb") as file:
+        if not file.read(64).lstrip().startswith(b"{"):
+            return None
     with contextlib.suppress(ValueError):
-        found = json.loads(path.read_text("utf-8"))
-        if isinstance(found, dict) and all(key.isdecimal() for key in found):
-            return {int(length): number for length, number in found.items()}
-    return {}
+        return json.loads(path.read_text("utf-8"))
+    return None
+
+
+def _is_histogram(found: dict[str, Any] | None) -> bool:
+    return bool(found) and all(key.isdecimal() for key in found)

@@ -100,7 +100,8 @@ class Cluster:
             if plan.cost_unit != SECONDS:
                 raise ValueError(
                     f"The costs of `plan` are in {plan.cost_unit}, not in seconds. "
-                    "Pass `step_seconds`, such as `StepTime.fit(...)`."
+                    "Pass `step_seconds`, such as `StepTime.fit(...)`; on the command "
+                    "line, --step-times or --per-second."
                 )
             return np.asarray(plan.costs, np.float64)
         return np.array([self._step_time(x) for x in plan.buckets])

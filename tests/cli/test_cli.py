@@ -68,6 +68,9 @@ def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
     rows = (f"{n},{'x' * n}" for n in LENGTHS)
     pathlib.Path("lengths.csv").write_text("\n".join(["n,text", *rows]) + "\n")
     pathlib.Path("plan.json").write_text(PLAN.to_json())
+    pathlib.Path("negative.json").write_text('{"128": 7, "-3": 2}')
+    pathlib.Path("fraction.json").write_text('{"128": 7.5}')
+    pathlib.Path("empty.json").write_text("{}")
     name = f"functions_{tmp_path.name.replace('-', '_')}"
     pathlib.Path(f"{name}.py").write_text(MODULE)
     monkeypatch.setattr(sys.modules[__name__], "FUNCTIONS", name, raising=False)
@@ -240,8 +243,9 @@ def test_simulate_has_the_numbers_of_the_library(files):
     pathlib.Path("hours.json").write_text("[0.1, 0.3]")
     times = ("--step-times", "times.json")
     pathlib.Path("times.json").write_text('{"[8, 512]": 0.21, "[4, 128]": 0.1}')
-    for source in ("lengths.npy", "histogram.json"):
-        found = numbers("simulate", source, "plan.json", *times, *MACHINES)
+    given = pathlib.Path("histogram.json").read_bytes()
+    for source in ("lengths.npy", "histogram.json", "-"):
+        found = numbers("simulate", source, "plan.json", *times, *MACHINES, given=given)
         cluster = Cluster(
             num_hosts=4,
             step_seconds=StepTime.fit({Bucket(8, 512): 0.21, Bucket(4, 128): 0.1}),
@@ -531,6 +535,9 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("plan pairs.npz --column fr --max-tokens 999", "'fr'"),
         ("plan pairs.npz --column en --column en --max-tokens 999", "column"),
         ("plan plan.json --max-tokens 999", "plan.json"),
+        ("plan negative.json --max-tokens 999", "'-3'"),
+        ("plan fraction.json --max-tokens 999", "7.5"),
+        ("plan empty.json --max-tokens 999", "empty.json"),
         ("plan lengths.npy --max-tokens 999 --length-fn no:f", "no:f"),
         ("plan lengths.npy --max-tokens 999 --length-fn FUNCTIONS:cost", "row 0"),
         ("plan lengths.npy --max-tokens 4k --scale 100", "max_tokens"),

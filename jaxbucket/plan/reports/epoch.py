@@ -37,7 +37,9 @@ def report(
     """Returns the exact numbers of one epoch of a plan on a set of lengths.
 
     If remainders are dropped, the number of real tokens is the mean over all choices of
-    the dropped examples.
+    the dropped examples. With "repeat" and "mixed", the batches that complete the
+    last step are counted as empty ones of the cheapest bucket, because the order
+    decides which batches they repeat.
 
     Example:
       >>> from jaxbucket import Bucket
