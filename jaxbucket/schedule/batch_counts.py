@@ -46,7 +46,9 @@ class BatchCounts:
       seed: an integer from 0 to 2**63 - 1.
       order: "spread", "shuffled" or `GroupedByLength()`. In other orders, the buckets
         of the steps depend on the examples.
-      remainder, accumulate, group: as for `BatchSchedule`.
+      remainder: as for `BatchSchedule`, and the following.
+      accumulate: the number of micro-batches in a step.
+      group: whether the micro-batches of a step have one shape.
 
     Attributes:
       plan: as above.
