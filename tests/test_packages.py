@@ -49,11 +49,11 @@ PACKAGES = {
     "plan": ({"base"}, {"numpy", "rich", "matplotlib"}),
     "distributed": ({"base"}, {"jax"}),
     "optim": ({"base"}, {"numpy", "jax", "optax"}),
-    "attention": ({"base"}, {"numpy", "jax"}),
+    "attention": ({"base"}, {"numpy", "jax", "tokamax"}),
     "base": (set(), {"numpy", "ml_dtypes", "rich"}),
 }
 # Libraries that are too slow to import before they are needed.
-LATE = {"rich", "matplotlib", "pyarrow"}
+LATE = {"rich", "matplotlib", "pyarrow", "tokamax"}
 
 
 def files(package: str) -> list[pathlib.Path]:

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxbucket.attention.pairs import Pairs
+
 # The maximum sizes of blocks of queries and keys. 128 is the fastest on CPUs in
 # benchmarks/attention.py. On GPUs, small kernels take less time than their launch.
 # Blocks of 1,024 are faster still, but need at least 2.5 times the memory.
@@ -32,8 +34,7 @@ def attend(
     value: jax.Array,
     segment_ids: jax.Array,
     *,
-    is_causal: bool,
-    scale: float,
+    pairs: Pairs,
     block: int = BLOCK,
 ) -> jax.Array:
     """Returns attention within segments.
@@ -44,8 +45,7 @@ def attend(
       value: `[B, T, K, H]`.
       segment_ids: `[B, T]` int, 0 for padding, where the output is finite but
         arbitrary.
-      is_causal: whether queries attend only to keys up to their own position.
-      scale: the factor of the logits.
+      pairs: the keys of each query, and the scale of the logits.
       block: the maximum size of a block of queries or keys.
 
     Returns:
@@ -65,27 +65,26 @@ def attend(
     output: jax.Array = _attend(
         *(to_heads(query).reshape(grouped), to_heads(key), to_heads(value)),
         jnp.pad(segment_ids, ((0, 0), (0, padding))),
-        *(block, is_causal, scale),
+        *(block, pairs),
     )
     output = output.reshape(size, heads, count * block, width)
     return output.transpose(0, 2, 1, 3)[:, :seq_len]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     ids: jax.Array,
     block: int,
-    is_causal: bool,
-    scale: float,
+    pairs: Pairs,
 ) -> jax.Array:
     """Computes `attend` for `[B, K, G, T, H]` queries and `[B, K, T, H]` keys.
 
     T is a multiple of the block size.
     """
-    return _forward(query, key, value, ids, block, is_causal, scale)[0]
+    return _forward(query, key, value, ids, block, pairs)[0]
 
 
 class _Residuals(NamedTuple):
@@ -109,11 +108,10 @@ def _forward(
     value: jax.Array,
     ids: jax.Array,
     block: int,
-    is_causal: bool,
-    scale: float,
+    pairs: Pairs,
 ) -> tuple[jax.Array, _Residuals]:
-    first, end = _spans(ids, block, is_causal)
-    logits = _Logits(query, key, ids, block, is_causal, scale)
+    first, end = _spans(ids, block, pairs)
+    logits = _Logits(query, key, ids, block, pairs)
     sum_dtype = _sum_dtype(query.dtype)
 
     def attend_block(i: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -142,20 +140,19 @@ def _forward(
         output = (total / weight[..., None]).astype(value.dtype)
         return output, maximum + jnp.log(weight)
 
-    output, normalizer = map(_join, lax.map(attend_block, jnp.arange(len(first))))
+    output, normalizer = map(_join, lax.map(attend_block, _numbers(first)))
     return output, _Residuals(query, key, value, ids, output, normalizer)
 
 
 def _backward(
     block: int,
-    is_causal: bool,
-    scale: float,
+    pairs: Pairs,
     residuals: _Residuals,
     output_grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, ids, output, normalizer = residuals
-    first, end = _spans(ids, block, is_causal)
-    logits = _Logits(query, key, ids, block, is_causal, scale)
+    first, end = _spans(ids, block, pairs)
+    logits = _Logits(query, key, ids, block, pairs)
     sum_dtype = _sum_dtype(query.dtype)
     # In the gradient of softmax: the mean gradient over the weights of each query.
     mean = _einsum("bkgqh,bkgqh->bkgq", output, output_grad)
@@ -168,9 +165,11 @@ def _backward(
         def add_keys(j: jax.Array, carry: tuple[jax.Array, ...]):
             dquery, dkey, dvalue = carry
             keys, values = _take(key, j, block), _take(value, j, block)
-            weights = jnp.exp(logits(i, j) - normalizers)
+            block_logits = logits(i, j)
+            weights = jnp.exp(block_logits - normalizers)
             dweights = _einsum("bkgqh,bksh->bkgqs", grads, values)
-            dlogits = (scale * weights * (dweights - means)).astype(query.dtype)
+            dlogits = weights * (dweights - means) * logits.slope(block_logits)
+            dlogits = dlogits.astype(query.dtype)
             weights = weights.astype(value.dtype)
             dquery += _einsum("bkgqs,bksh->bkgqh", dlogits, keys)
             dkey = _add(dkey, j, _einsum("bkgqs,bkgqh->bksh", dlogits, queries))
@@ -183,7 +182,7 @@ def _backward(
         return (dkey, dvalue), dquery.astype(query.dtype)
 
     start = jnp.zeros(key.shape, sum_dtype), jnp.zeros(value.shape, sum_dtype)
-    (dkey, dvalue), dquery = lax.scan(backward_block, start, jnp.arange(len(first)))
+    (dkey, dvalue), dquery = lax.scan(backward_block, start, _numbers(first))
     return _join(dquery), dkey.astype(key.dtype), dvalue.astype(value.dtype), None
 
 
@@ -197,46 +196,53 @@ class _Logits(NamedTuple):
     key: jax.Array
     ids: jax.Array
     block: int
-    is_causal: bool
-    scale: float
+    pairs: Pairs
 
     def __call__(self, i: jax.Array, j: jax.Array) -> jax.Array:
         """Returns `[B, K, G, block, block]` logits of query block i and key block j."""
-        logits = _einsum(
+        logits = self.pairs.scale * _einsum(
             "bkgqh,bksh->bkgqs",
             *(_take(self.query, i, self.block), _take(self.key, j, self.block)),
         )
+        if self.pairs.soft_cap is not None:
+            logits = self.pairs.soft_cap * jnp.tanh(logits / self.pairs.soft_cap)
         ids = self.ids[..., None]
         query_ids, key_ids = (_take(ids, x, self.block)[..., 0] for x in (i, j))
         is_seen = query_ids[:, :, None] == key_ids[:, None, :]
-        if self.is_causal:
-            offsets = jnp.arange(self.block)
-            is_seen &= (i * self.block + offsets)[:, None] >= j * self.block + offsets
-        return jnp.where(is_seen[:, None, None], self.scale * logits, _MASKED)
+        offsets = jnp.arange(self.block, dtype=jnp.int32)
+        distance = (i * self.block + offsets)[:, None] - (j * self.block + offsets)
+        if self.pairs.before is not None:
+            is_seen &= distance <= self.pairs.before
+        if self.pairs.after is not None:
+            is_seen &= distance >= -self.pairs.after
+        return jnp.where(is_seen[:, None, None], logits, _MASKED)
+
+    def slope(self, logits: jax.Array) -> jax.Array | float:
+        """Returns the derivative of logits by the products of queries and keys."""
+        if self.pairs.soft_cap is None:
+            return self.pairs.scale
+        # Masked logits are below the cap, and have no derivative.
+        ratio = jnp.maximum(logits / self.pairs.soft_cap, -1)
+        return self.pairs.scale * (1 - jnp.square(ratio))
 
 
-def _spans(ids: jax.Array, block: int, is_causal: bool) -> tuple[jax.Array, jax.Array]:
+def _spans(ids: jax.Array, block: int, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
     """Returns the span of key blocks that any row needs for each block of queries.
 
     Returns:
       `[count]` int32, the first block, and `[count]` int32, the end of the span.
     """
     size, seq_len = ids.shape
-    positions = jnp.arange(seq_len, dtype=jnp.int32)
-    edge = jnp.ones((size, 1), bool)
-    is_new = ids[:, 1:] != ids[:, :-1]
-    first = jnp.where(jnp.concatenate([edge, is_new], 1), positions, 0)
-    first = lax.cummax(first, axis=1)
-    if is_causal:
-        last = jnp.broadcast_to(positions, ids.shape)
-    else:
-        last = jnp.where(jnp.concatenate([is_new, edge], 1), positions, seq_len)
-        last = lax.cummin(last, axis=1, reverse=True)
+    first, last = pairs.key_span(ids)
     # Padding needs no keys.
     first = jnp.where(ids > 0, first // block, seq_len // block)
     end = jnp.where(ids > 0, last // block + 1, 0)
     first = first.reshape(size, -1, block).min((0, 2))
     return first, end.reshape(size, -1, block).max((0, 2))
+
+
+def _numbers(blocks: jax.Array) -> jax.Array:
+    return jnp.arange(len(blocks), dtype=jnp.int32)
 
 
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:

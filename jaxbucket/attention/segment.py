@@ -8,11 +8,12 @@ from typing import Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxbucket.attention import blockwise, splash
+from jaxbucket.attention import blockwise, splash, tokamax
 from jaxbucket.attention.exchange import exchange_heads
-from jaxbucket.base.checks import check_choice
+from jaxbucket.attention.pairs import Pairs
+from jaxbucket.base.checks import check_choice, check_cost, check_integer
 
-Implementation: TypeAlias = Literal["blockwise", "splash"]
+Implementation: TypeAlias = Literal["blockwise", "splash", "tokamax"]
 
 
 def segment_attention(
@@ -23,6 +24,8 @@ def segment_attention(
     *,
     is_causal: bool = False,
     scale: float | jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Returns dot-product attention within segments, without a mask of `[B, 1, T, T]`.
@@ -48,78 +51,100 @@ def segment_attention(
       is_causal: whether queries attend only to keys up to their own position.
       scale: the factor of the logits, a number or a scalar array; by default
         1 / sqrt(H).
+      local_window_size: the largest distance of a key before and after a query, or one
+        for both, as in `jax.nn.dot_product_attention`; by default the whole segment.
+      logits_soft_cap: if given, logits become `cap * tanh(logits / cap)`.
       implementation: "blockwise" for plain jax, which runs on any platform and mesh,
-        but inside a `jax.shard_map` only with `check_vma=False`; "splash" for jax's TPU
-        kernel, which the compiler cannot partition. By default, the kernel is used on a
-        single TPU, on several in the steps of this library (see `exchange_heads`), and
-        inside a `jax.shard_map` with `check_vma=False`; "blockwise" is used elsewhere.
+        but inside a `jax.shard_map` only with `check_vma=False`; "splash" for jax's
+        kernel for TPUs; "tokamax" for Tokamax's for GPUs (`jaxbucket[gpu]`), in 16 bits
+        on Hopper and Blackwell. The compiler cannot partition kernels. By default, one
+        that applies is used on a single device, on several in the steps of this library
+        (see `exchange_heads`), and inside a `jax.shard_map` with `check_vma=False`;
+        "blockwise" is used elsewhere.
 
     Returns:
       `[B, T, N, H]` of the same dtype, 0 in padding.
 
     Raises:
-      ValueError: if shapes or dtypes do not match, or `implementation` is unknown.
+      ValueError: if shapes or dtypes do not match, a window or cap is out of range, or
+        `implementation` is unknown.
+      ModuleNotFoundError: if `implementation="tokamax"` is not installed.
     """
     _check(query, key, value, segment_ids)
     if implementation is not None:
         check_choice("implementation", implementation, get_args(Implementation))
+    before, after = _window(local_window_size)
+    if logits_soft_cap is not None:
+        logits_soft_cap = check_cost("logits_soft_cap", logits_soft_cap)
     if isinstance(scale, jax.Array):
         # The scale may be a tracer, but the kernels require a number.
         query, scale = query * scale.astype(query.dtype), 1.0
-    attend = functools.partial(
-        _attend,
-        is_causal=is_causal,
+    pairs = Pairs(
+        before,
+        0 if is_causal else after,
         # A numpy scalar would promote the logits to float64.
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        implementation=implementation,
+        query.shape[-1] ** -0.5 if scale is None else float(scale),
+        logits_soft_cap,
     )
+    attend = functools.partial(_attend, pairs=pairs, implementation=implementation)
     output = exchange_heads(attend)(query, key, value, segment_ids)
     return jnp.where(segment_ids[..., None, None] > 0, output, 0)
 
 
 def _attend(
-    *arrays: jax.Array,
-    is_causal: bool,
-    scale: float,
-    implementation: Implementation | None,
+    *arrays: jax.Array, pairs: Pairs, implementation: Implementation | None
 ) -> jax.Array:
     """Returns attention within segments, by the best implementation for the devices."""
-    if implementation is None:
-        implementation = "splash" if _is_for_one_tpu() else "blockwise"
+    implementation = implementation or _choose(arrays[0])
     if implementation == "splash":
-        return splash.attend(*arrays, is_causal=is_causal, scale=scale)
-    block = blockwise.GPU_BLOCK if _is_for_gpus() else blockwise.BLOCK
-    return blockwise.attend(*arrays, is_causal=is_causal, scale=scale, block=block)
+        return splash.attend(*arrays, pairs=pairs)
+    if implementation == "tokamax":
+        return tokamax.attend(*arrays, pairs=pairs)
+    is_gpu = _traced_platform() == "gpu"
+    block = blockwise.GPU_BLOCK if is_gpu else blockwise.BLOCK
+    return blockwise.attend(*arrays, pairs=pairs, block=block)
 
 
-def _is_for_one_tpu() -> bool:
-    """Returns whether every TPU runs the traced program on its own rows."""
-    # In 64-bit mode the kernel mixes integer dtypes.
-    if jax.config.read("jax_enable_x64"):
-        return False
+def _choose(query: jax.Array) -> Implementation:
+    """Returns the kernel of the devices of the traced program, if it applies."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.default_backend() == "tpu" and jax.device_count() == 1
-    device = mesh.abstract_device
-    is_tpu = device is not None and device.device_kind.startswith("TPU")
     is_manual = set(mesh.manual_axes) == set(mesh.axis_names)
-    return is_tpu and (mesh.size == 1 or is_manual)
+    num_devices = jax.device_count() if mesh.empty else mesh.size
+    # A kernel runs where every device has its own rows.
+    if num_devices > 1 and (mesh.empty or not is_manual):
+        return "blockwise"
+    platform = _traced_platform()
+    # In 64-bit mode the kernel for TPUs mixes integer dtypes.
+    if platform == "tpu" and not jax.config.read("jax_enable_x64"):
+        return "splash"
+    return "tokamax" if platform == "gpu" and tokamax.applies(query) else "blockwise"
 
 
-def _is_for_gpus() -> bool:
-    """Returns whether the traced program is for GPUs.
+def _traced_platform() -> str:
+    """Returns the platform of the traced program: "cpu", "gpu" or "tpu".
 
-    Without a mesh in context, it is assumed to be for jax's default backend. A wrong
-    guess changes the time and memory, but not the result.
+    Without a mesh in context, it is assumed to be that of jax's default backend.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     if device is None:
-        return jax.default_backend() == "gpu"
-    if hasattr(device, "platform"):
-        return device.platform == "gpu"
+        return jax.default_backend()
     # In jax 0.9, an abstract device has no platform.
-    return device.device_kind != "cpu" and not device.device_kind.startswith("TPU")
+    if device.device_kind.startswith("TPU"):
+        return "tpu"
+    return "cpu" if device.device_kind == "cpu" else "gpu"
+
+
+def _window(
+    local_window_size: int | tuple[int, int] | None,
+) -> tuple[int | None, int | None]:
+    """Returns the number of keys before and after a query, None for all."""
+    if local_window_size is None:
+        return None, None
+    sizes = local_window_size
+    sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
+    before, after = (check_integer("local_window_size", x, least=0) for x in sizes)
+    return before, after
 
 
 def _check(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxbucket.attention.pairs import Pairs
+
 # The largest block that divides the padded T is used. The kernel requires multiples of
 # 128.
 _BLOCKS = (512, 256, 128)
@@ -16,8 +18,7 @@ def attend(
     value: jax.Array,
     segment_ids: jax.Array,
     *,
-    is_causal: bool,
-    scale: float,
+    pairs: Pairs,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns attention within segments, as `blockwise.attend` does.
@@ -38,8 +39,10 @@ def attend(
         x = jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0)))
         return x.transpose(0, 2, 1, 3)
 
-    # A causal mask by position in the row suffices, because segments are contiguous.
-    mask = (splash.CausalMask if is_causal else splash.FullMask)((padded, padded))
+    # A mask by position in the row suffices, because segments are contiguous.
+    shape, window = (padded, padded), (pairs.before, pairs.after)
+    is_full = window == (None, None)
+    mask = splash.FullMask(shape) if is_full else splash.LocalMask(shape, window, 0)
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * heads),
         block_sizes=splash.BlockSizes(
@@ -48,13 +51,14 @@ def attend(
                 ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
             ),
         ),
+        attn_logits_soft_cap=pairs.soft_cap,
         interpret=interpret,
     )
     # Padding attends to padding here, so that every query has a key.
     ids = jnp.pad(segment_ids, ((0, 0), (0, padding)))
     output: jax.Array = jax.vmap(kernel)(
         *(
-            to_heads(query * jnp.asarray(scale, query.dtype)),
+            to_heads(query * jnp.asarray(pairs.scale, query.dtype)),
             to_heads(key),
             to_heads(value),
         ),

@@ -16,9 +16,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
+import jax
+
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
+from jaxbucket.compile.absent import Device, is_absent
 from jaxbucket.compile.executables import Executables, devices_of, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
@@ -132,7 +135,7 @@ class Build:
         """Traces a program, and loads its executable or starts to compile it."""
         if self._has_ended():
             return
-        with self._noting_failure(program):
+        with self._noting_failure(program), _as_default(devices_of(program.args)):
             start = time.perf_counter()
             if hasattr(program.fn, "trace"):
                 traced = program.fn.trace(*program.args)
@@ -192,6 +195,12 @@ class Build:
                 f"Raised while compiling `{program.name}` for {program.label}."
             )
             self.failures[str(program.label)] = error
+
+
+def _as_default(devices: Sequence[Device]) -> contextlib.AbstractContextManager[Any]:
+    """Makes an absent device the default one, which some kernels are chosen for."""
+    is_there = not devices or not is_absent(devices[0])
+    return contextlib.nullcontext() if is_there else jax.default_device(devices[0])
 
 
 def _default_workers() -> int:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grain
 import numpy as np
 from absl import flags
+from grain.experimental import ThreadPrefetchIterDataset
 
 from jaxbucket.base.checks import check_integer, check_type
 
@@ -56,13 +57,16 @@ def load_in_workers(
     """
     remedy = "Pass the result of `batch_dataset`, or `grain.MapDataset.source(...)`."
     check_type("dataset", dataset, grain.MapDataset, remedy)
-    check_integer("num_workers", num_workers, least=0)
-    return _load(dataset, num_workers, num_threads, buffer_size)
+    elements = worker_dataset(dataset, num_workers, num_threads, buffer_size)
+    # Copied, because the shared memory of workers is limited.
+    return iterate(elements.map(_copy) if num_workers else elements)
 
 
-def _load(
+def worker_dataset(
     dataset: grain.MapDataset[_T], num_workers: int, num_threads: int, buffer_size: int
-) -> Iterator[_T]:
+) -> grain.IterDataset[_T]:
+    """Returns the elements of `load_in_workers`, in memory that workers share."""
+    check_integer("num_workers", num_workers, least=0)
     # Grain warns if there are more threads than buffered elements.
     reading = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=max(num_threads, buffer_size)
@@ -70,22 +74,34 @@ def _load(
     if num_workers:
         read = functools.partial(_read, dataset)
         dataset = grain.MapDataset.range(len(dataset)).map(read)
-    # Without the states of a `BatchDataset`, because this iterator has none.
+    # Without the states of a `BatchDataset`, because iterators here have none.
     elements = grain.MapDataset.to_iter_dataset(dataset, reading)
-    if num_workers:
-        # Grain reads absl flags, which are not parsed outside of absl programs.
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()
-        elements = elements.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers, max(1, buffer_size)),
-            worker_init_fn=_init_worker,
-        )
+    if not num_workers:
+        return elements
+    return elements.mp_prefetch(
+        grain.MultiprocessingOptions(num_workers, max(1, buffer_size)),
+        worker_init_fn=_init_worker,
+    )
+
+
+def iterate(elements: grain.IterDataset[_T], prefetch: int = 0) -> Iterator[_T]:
+    """Yields elements, `prefetch` of them made ahead in a thread, or at least two.
+
+    If a worker dies, the error has a remedy. 0 uses no thread.
+    """
+    if prefetch:
+        # The thread has one more than its buffer.
+        size = max(1, prefetch - 1)
+        elements = ThreadPrefetchIterDataset(elements, prefetch_buffer_size=size)
+    # Grain reads absl flags, which are not parsed outside of absl programs.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
     iterator = iter(elements)
     number = 0
     try:
         for element in iterator:
             number += 1
-            yield _copy(element) if num_workers else element
+            yield element
     except RuntimeError as error:
         if _WORKER_DIED not in str(error):
             raise
@@ -128,7 +144,7 @@ def _exit_after_parent() -> None:
 
 
 def _copy(element: Any) -> Any:
-    """Copies the arrays of an element, because worker shared memory is limited."""
+    """Copies the arrays of an element."""
     if isinstance(element, np.ndarray):
         return element.copy()
     if type(element) is dict:

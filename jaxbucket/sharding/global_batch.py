@@ -60,15 +60,8 @@ def prefetch_to_mesh(
         this process, or a number does not fit into its dtype on devices.
       TypeError: if jax does not have a dtype, with a note that names the array.
     """
-    to_mesh = _ToMesh(mesh, batch_axes, buckets)
-
     # Transfers are asynchronous, so a queue of their results is enough to overlap them.
-    def to_global(batch: Any) -> Any:
-        if isinstance(batch, Batch):
-            return to_mesh(batch)
-        return tuple(map(to_mesh, batch))
-
-    return prefetch(map(to_global, batches), size)
+    return prefetch(map(ToMesh(mesh, batch_axes, buckets), batches), size)
 
 
 def prefetch(items: Iterator[_T], size: int) -> Iterator[_T]:
@@ -80,8 +73,11 @@ def prefetch(items: Iterator[_T], size: int) -> Iterator[_T]:
     yield from queue
 
 
-class _ToMesh:
-    """Turns batches with the rows of this process into global batches."""
+class ToMesh:
+    """Turns batches with the rows of this process into global batches, in any thread.
+
+    Arguments as for `prefetch_to_mesh`.
+    """
 
     def __init__(self, mesh: Mesh, batch_axes: Axes, buckets: Iterable[Bucket] | None):
         self._mesh, self._batch_axes = mesh, batch_axes
@@ -100,8 +96,17 @@ class _ToMesh:
                     "a row: `data_mesh(max_row_shards=)`."
                 )
         self._is_complete = buckets is not None
+        # A context of jax for 64 bits is that of the thread that enters it.
+        self._has_64_bits = jax.config.read("jax_enable_x64")
 
-    def __call__(self, batch: Batch) -> Batch:
+    def __call__(self, batch: Any) -> Any:
+        """Returns the global batch of a batch, or those of micro-batches."""
+        with jax.enable_x64(self._has_64_bits):
+            if isinstance(batch, Batch):
+                return self._to_global(batch)
+            return tuple(map(self._to_global, batch))
+
+    def _to_global(self, batch: Batch) -> Batch:
         local = batch.bucket
         if local not in self._known:
             self._known[local] = self._global_bucket(local)

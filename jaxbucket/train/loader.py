@@ -20,19 +20,21 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.data.example import Sequences, Transform
 from jaxbucket.data.pipeline import BatchDataset, batch_dataset
 from jaxbucket.data.source import Source
-from jaxbucket.data.workers import load_in_workers
+from jaxbucket.data.workers import iterate, worker_dataset
 from jaxbucket.schedule.base import Schedule
-from jaxbucket.sharding.global_batch import batch_specs, prefetch_to_mesh
+from jaxbucket.sharding.global_batch import ToMesh, batch_specs
 from jaxbucket.sharding.mesh import Axes, local_rows
+from jaxbucket.train.waiting import Waiting
 
 
 class MeshLoader:
     """The global batches of a run, each a `Batch` of `jax.Array`s on a mesh.
 
     This class combines `batch_dataset` for the rows of this process, `load_in_workers`
-    and `prefetch_to_mesh`. Every iteration starts at `start_step`. If the schedule
-    accumulates, it yields tuples of batches, which type checkers do not know. All
-    processes of the mesh must create a loader with the same arguments.
+    and `prefetch_to_mesh`, in a thread: the next batches are made and sent while
+    devices work. Every iteration starts at `start_step`. If the schedule accumulates,
+    it yields tuples of batches, which type checkers do not know. All processes of the
+    mesh must create a loader with the same arguments.
 
     Example:
       >>> import jax, jaxbucket as jb
@@ -77,7 +79,8 @@ class MeshLoader:
       num_threads: the number of reading threads in each loading process.
       buffer_size: the number of batches that each loading process keeps ready, in
         addition to those that its threads are reading.
-      prefetch: the number of batches in transfer, in addition to the one in use.
+      prefetch: the number of batches on devices in addition to the one in use; 0 to
+        make each when it is requested, otherwise at least 2.
 
     Attributes:
       dataset: the rows of this process, a `grain.MapDataset` of numpy batches.
@@ -126,7 +129,7 @@ class MeshLoader:
             transform=transform,
         )
         self._load = functools.partial(
-            load_in_workers,
+            worker_dataset,
             num_workers=num_workers,
             num_threads=num_threads,
             buffer_size=buffer_size,
@@ -134,19 +137,25 @@ class MeshLoader:
         # This checks the numbers. Nothing is read before the first batch is requested.
         self._load(self.dataset)
         self._prefetch = check_integer("prefetch", prefetch, least=0)
+        self._waiting = Waiting()
 
     def __len__(self) -> int:
         """The number of steps from `start_step` to the end of the run."""
         return len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:
-        return prefetch_to_mesh(
-            self._load(self.dataset),
-            self.mesh,
-            batch_axes=self.batch_axes,
-            buckets=self.schedule.buckets,
-            size=self._prefetch,
-        )
+        to_mesh = ToMesh(self.mesh, self.batch_axes, self.schedule.buckets)
+        batches = self._load(self.dataset).map(to_mesh)
+        return self._waiting.during(iterate(batches, self._prefetch))
+
+    @property
+    def data_wait(self) -> float:
+        """The share of the last 100 steps for which the loop waited for a batch.
+
+        Devices wait for less, because jax runs ahead of them. It is NaN before the
+        second batch of an iteration. Above 0.01, use more workers.
+        """
+        return self._waiting.share
 
     @property
     def schedule(self) -> Schedule:
@@ -205,6 +214,7 @@ class MeshLoader:
         """
         resumed = copy.copy(self)
         resumed.dataset = self.dataset.resume(position)
+        resumed._waiting = Waiting()
         return resumed
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxbucket as jb
 from jaxbucket.attention import blockwise, splash
+from jaxbucket.attention.pairs import Pairs
 from jaxbucket.data.collate import row_segments
 
 SLOW = pytest.mark.exhaustive
@@ -47,6 +48,10 @@ def masked_attention(query, key, value, ids, *, is_causal=False, scale=None):
     mask = jb.attention.attention_mask(ids, places if is_causal else None)
     result = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
     return jnp.where(ids[..., None, None] > 0, result, 0)
+
+
+def pairs(is_causal, width, **options):
+    return Pairs(None, 0 if is_causal else None, width**-0.5, **options)
 
 
 def output_and_gradients(attend, ids, *heads):
@@ -117,7 +122,7 @@ def test_the_result_does_not_depend_on_the_block_size(seed, is_causal):
 def _compiled(block, is_causal):
     def in_blocks(query, key, value, ids):
         result = blockwise.attend(
-            query, key, value, ids, is_causal=is_causal, scale=8**-0.5, block=block
+            query, key, value, ids, pairs=pairs(is_causal, 8), block=block
         )
         return jnp.where(ids[..., None, None] > 0, result, 0)
 
@@ -156,7 +161,7 @@ def test_blocks_of_keys_that_no_query_needs_are_skipped():
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([16, 16, 16]), axis=1)
     query, key, value = random_heads(ids)
     value = value.at[:, :16].set(jnp.nan)
-    attend = functools.partial(blockwise.attend, is_causal=True, scale=1.0, block=16)
+    attend = functools.partial(blockwise.attend, pairs=pairs(True, 8), block=16)
     result = jax.jit(attend)(query, key, value, ids)
     assert np.isfinite(result[:, 16:]).all() and np.isnan(result[:, :16]).all()
 
@@ -205,10 +210,7 @@ def test_the_kernel_agrees_with_a_mask(is_causal):
 
     def by_kernel(query, key, value, ids):
         result = splash.attend(
-            *(query, key, value, ids),
-            is_causal=is_causal,
-            scale=32**-0.5,
-            interpret=True,
+            *(query, key, value, ids), pairs=pairs(is_causal, 32), interpret=True
         )
         return jnp.where(ids[..., None, None] > 0, result, 0)
 
