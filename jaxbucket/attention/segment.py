@@ -143,8 +143,11 @@ def _window(
         return None, None
     sizes = local_window_size
     sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
-    before, after = (check_integer("local_window_size", x, least=0) for x in sizes)
-    return before, after
+    before, after = sizes if len(sizes) == 2 else (sizes, sizes)
+    return (
+        check_integer("local_window_size", before, least=0),
+        check_integer("local_window_size", after, least=0),
+    )
 
 
 def _check(

@@ -7,6 +7,7 @@ GPUs, in Triton, needs a mask of `[B, 1, T, T]` for the gradient.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import jax
 from jax.extend.backend import get_default_device
@@ -50,17 +51,9 @@ def attend(
     Args:
       query: bfloat16 or float16; it and the following as there.
     """
-    with Noting("pip install 'jaxbucket[gpu]' (Python 3.12)."):
-        # Only these modules of Tokamax can be told the first and last key of a query,
-        # so the extra pins its version.
-        from tokamax._src.ops.attention import base, pallas_mosaic_gpu
+    mask = mask_of(segment_ids, pairs)
+    from tokamax._src.ops.attention import pallas_mosaic_gpu
 
-    first, last = (x[:, None] for x in pairs.key_span(segment_ids))
-    # A causal mask skips the blocks after a query at less cost.
-    is_causal = pairs.after == 0
-    mask = base.Mask(
-        k_start=first, k_end=None if is_causal else last + 1, is_causal=is_causal
-    )
     kernel = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
     return kernel(
         *(query, key, value),
@@ -68,3 +61,16 @@ def attend(
         logits_scale=pairs.scale,
         logits_soft_cap=pairs.soft_cap,
     )
+
+
+def mask_of(segment_ids: jax.Array, pairs: Pairs) -> Any:
+    """Returns the first and the last key of each query, as Tokamax's `Mask`."""
+    with Noting("pip install 'jaxbucket[gpu]' (Python 3.12)."):
+        # Tokamax's public function has no such mask, so the extra pins its version.
+        from tokamax._src.ops.attention import base
+
+    first, last = (x[:, None] for x in pairs.key_span(segment_ids))
+    if pairs.after == 0:
+        # At less cost, the kernel skips the blocks after a query itself.
+        return base.Mask(k_start=first, is_causal=True)
+    return base.Mask(k_start=first, k_end=last + 1)

@@ -200,7 +200,81 @@ def test_rows_can_be_sharded_over_devices():
         np.testing.assert_allclose(jax.jit(over)(*on_mesh), want, atol=1e-6)
 
 
+# Windows and caps
+
+
+def by_softmax(query, key, value, ids, *, is_causal, window, soft_cap):
+    """Returns the expected output from a softmax over all pairs, in float64."""
+    key, value = (
+        jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value)
+    )
+    logits = jnp.einsum("bqnh,bknh->bnqk", query, key) / query.shape[-1] ** 0.5
+    if soft_cap:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    places = jnp.arange(ids.shape[1])
+    distance = places[:, None] - places
+    before, after = window or (ids.shape[1], ids.shape[1])
+    is_seen = (distance <= before) & (distance >= -(0 if is_causal else after))
+    is_seen &= (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, None, :]
+    logits = jnp.where(is_seen[:, None], logits, -1e30)
+    output = jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(logits), value)
+    return jnp.where(ids[..., None, None] > 0, output, 0)
+
+
+WINDOWS = [
+    (True, None, 3.0),
+    (True, (10, 0), None),
+    (True, (40, 9), 1.5),
+    (False, (5, 20), None),
+    (False, (0, 3), 3.0),
+]
+
+
+@pytest.mark.parametrize(("is_causal", "window", "soft_cap"), WINDOWS)
+@pytest.mark.parametrize("seq_len", [40, pytest.param(300, marks=SLOW)])
+def test_windows_and_caps_agree_with_a_softmax(is_causal, window, soft_cap, seq_len):
+    ids = packed_rows(3, seq_len=seq_len, longest=200)
+    with jax.enable_x64(True):
+        heads = random_heads(ids, heads=4, key_heads=2, dtype=jnp.float64)
+        heads = tuple(2 * x for x in heads)
+        options = {"is_causal": is_causal, "window": window, "soft_cap": soft_cap}
+        want = output_and_gradients(
+            functools.partial(by_softmax, **options), ids, *heads
+        )
+        attend = functools.partial(
+            jb.segment_attention,
+            **{"is_causal": is_causal, "logits_soft_cap": soft_cap},
+            local_window_size=window,
+        )
+        result = output_and_gradients(attend, ids, *heads)
+    assert_near(result, want, 1e-7)
+    same = functools.partial(attend, local_window_size=7)
+    pair = functools.partial(attend, local_window_size=(7, 7))
+    heads = random_heads(ids)
+    np.testing.assert_array_equal(same(*heads, ids), pair(*heads, ids))
+
+
 # The kernel for TPUs
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("is_causal", "window", "soft_cap"), WINDOWS)
+def test_the_kernel_has_windows_and_caps(is_causal, window, soft_cap):
+    ids = packed_rows(1, size=2, seq_len=200, longest=150)
+    heads = random_heads(ids, heads=2, key_heads=1, width=32)
+    before, after = window or (None, None)
+    options = Pairs(before, 0 if is_causal else after, 32**-0.5, soft_cap)
+
+    def by_kernel(query, key, value, ids):
+        arrays = (query, key, value, ids)
+        result = splash.attend(*arrays, pairs=options, interpret=True)
+        return jnp.where(ids[..., None, None] > 0, result, 0)
+
+    expected = functools.partial(
+        by_softmax, is_causal=is_causal, window=window, soft_cap=soft_cap
+    )
+    want = output_and_gradients(expected, ids, *heads)
+    assert_near(output_and_gradients(by_kernel, ids, *heads), want, 1e-5)
 
 
 @pytest.mark.parametrize("is_causal", CAUSAL)
@@ -353,6 +427,10 @@ def block_sizes(program):
         ({"segment_ids": ((2, 9), "i4")}, "segment_ids"),
         ({"segment_ids": ((2, 8), "f4")}, "segment_ids"),
         ({"implementation": "xla"}, "implementation"),
+        ({"local_window_size": -1}, "local_window_size"),
+        ({"local_window_size": (3, 0.5)}, "local_window_size"),
+        ({"local_window_size": (1, 2, 3)}, "local_window_size"),
+        ({"logits_soft_cap": 0.0}, "logits_soft_cap"),
     ],
 )
 def test_invalid_arguments_are_refused(changed, name):
@@ -361,7 +439,9 @@ def test_invalid_arguments_are_refused(changed, name):
         "segment_ids": ((2, 8), "i4"),
         **changed,
     }
-    options = {"implementation": arrays.pop("implementation", None)}
-    arrays = {name: jnp.ones(*array) for name, array in arrays.items()}
+    arrays = {
+        name: jnp.ones(*x) if isinstance(x, tuple) and isinstance(x[0], tuple) else x
+        for name, x in arrays.items()
+    }
     with pytest.raises(ValueError, match=f"`{name}"):
-        jb.segment_attention(**arrays, **options)
+        jb.segment_attention(**arrays)

@@ -1,6 +1,7 @@
 """`MeshLoader` against the functions that it combines."""
 
 import math
+import threading
 
 import jax
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxbucket as jb
+from jaxbucket.sharding import global_batch
+from jaxbucket.train import waiting
 
 MESH = jb.data_mesh(jax.devices()[:2])
 LENGTHS = np.random.default_rng(0).integers(1, 20, 90)
@@ -144,3 +147,89 @@ def test_an_endless_run_yields_batches_of_every_epoch():
     first = next(iter(batches))
     last = jb.MeshLoader(SOURCE, SCHEDULE, MESH, start_step=start)
     assert_same_batches([first], [next(iter(last))])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+def test_batches_are_made_and_sent_while_the_loop_does_something_else(
+    prefetch, monkeypatch
+):
+    made, is_enough = [], threading.Event()
+    to_global = global_batch.ToMesh.__call__
+
+    def counted(self, batch):
+        made.append(threading.current_thread())
+        if len(made) > max(2, prefetch):
+            is_enough.set()
+        return to_global(self, batch)
+
+    monkeypatch.setattr(global_batch.ToMesh, "__call__", counted)
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, prefetch=prefetch)
+    iterator = iter(batches)
+    assert not made
+    next(iterator)
+    # The loop asks for no further batch.
+    assert is_enough.wait(60 if prefetch else 0.2) == bool(prefetch)
+    in_loop = threading.current_thread() in made
+    assert in_loop == (not prefetch)
+    iterator.close()
+    # At most one in the queue of the thread, and one in its hands.
+    assert len(made) <= 1 + (max(2, prefetch) + 1 if prefetch else 0)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any("thread-prefetch" in name for name in names)
+
+
+def test_an_error_of_a_batch_is_raised_in_the_loop_before_later_batches():
+    source = list(SOURCE)
+    bad = int(np.argmax(LENGTHS))
+    source[bad] = {"x": np.zeros(3, np.float32)}
+    batches = jb.MeshLoader(source, SCHEDULE, MESH)
+    seen = []
+    with pytest.raises(ValueError, match="`source"):
+        for batch in batches:
+            seen.append(batch)
+    expected = list(jb.MeshLoader(SOURCE, SCHEDULE, MESH))[: len(seen)]
+    assert_same_batches(seen, expected)
+
+
+def test_a_context_of_64_bits_holds_for_batches_made_ahead():
+    source = [{"x": np.full(n, 2**40)} for n in LENGTHS]
+    with jax.enable_x64(True):
+        batches = iter(jb.MeshLoader(source, SCHEDULE, MESH))
+        for _ in range(3):
+            x = next(batches).features["x"]
+            assert x.dtype == np.int64 and int(x.max()) == 2**40
+    with pytest.raises(ValueError, match="does not fit"):
+        next(iter(jb.MeshLoader(source, SCHEDULE, MESH)))
+
+
+def test_data_wait_is_the_share_of_the_last_steps_spent_waiting(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(waiting.time, "perf_counter", lambda: now[0])
+
+    def loading(seconds):
+        for wait in seconds:
+            now[0] += wait
+            yield wait
+
+    meter = waiting.Waiting(num_steps=3)
+    assert math.isnan(meter.share)
+    shares = []
+    # The first wait is that of the start, and each step takes 4 seconds.
+    for _ in meter.during(loading([100, 1, 4, 12, 0, 0, 0])):
+        shares.append(meter.share)
+        now[0] += 4
+    assert math.isnan(shares[0])
+    expected = [1 / 5, 5 / 13, 17 / 29, 16 / 28, 12 / 24, 0.0]
+    np.testing.assert_allclose(shares[1:], expected)
+    # Every iteration is measured by itself.
+    for _ in meter.during(loading([0])):
+        assert math.isnan(meter.share)
+
+
+def test_a_loader_reports_its_own_data_wait():
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH)
+    assert math.isnan(batches.data_wait)
+    for step, _ in enumerate(batches):
+        assert math.isnan(batches.data_wait) if step == 0 else batches.data_wait >= 0
+    assert 0 < batches.data_wait <= 1
+    assert math.isnan(batches.resume(batches.position(1)).data_wait)
