@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if step % max(1, args.steps // 20) == 0:
                 loss, size = recipe.bits_per_byte(recent)
                 speed = size / (time.perf_counter() - start)
-                console.print(f"{step:6d}  {loss:.3f} bits/byte  {speed:,.0f} bytes/s")
+                console.print(
+                    f"{step:6d}  {loss:.3f} bits/byte  {speed:,.0f} bytes/s  "
+                    f"{batches.data_wait:.1%} waiting for data"
+                )
                 recent, start = [], time.perf_counter()
             if checkpoints and step % args.save_every == 0:
                 checkpoints.save(state, batches.position(step))
@@ -112,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bits_per_byte": loss,
             "held_out_bits_per_byte": held_out_loss,
             "bytes_per_second": speed,
+            "data_wait": batches.data_wait,
             "compiled_ahead": ahead,
             "compiled_later": compiles["train_step"] + compiles["eval_step"] - ahead,
         }

@@ -49,11 +49,11 @@ PACKAGES = {
     "plan": ({"base"}, {"numpy", "rich", "matplotlib"}),
     "distributed": ({"base"}, {"jax"}),
     "optim": ({"base"}, {"numpy", "jax", "optax"}),
-    "attention": ({"base"}, {"numpy", "jax", "tokamax"}),
+    "attention": ({"base"}, {"numpy", "jax"}),
     "base": (set(), {"numpy", "ml_dtypes", "rich"}),
 }
 # Libraries that are too slow to import before they are needed.
-LATE = {"rich", "matplotlib", "pyarrow", "tokamax"}
+LATE = {"rich", "matplotlib", "pyarrow"}
 
 
 def files(package: str) -> list[pathlib.Path]:

@@ -6,6 +6,7 @@ GPUs, in Triton, needs a mask of `[B, 1, T, T]` for the gradient.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -51,13 +52,10 @@ def attend(
     Args:
       query: bfloat16 or float16; it and the following as there.
     """
-    mask = mask_of(segment_ids, pairs)
-    from tokamax._src.ops.attention import pallas_mosaic_gpu
-
-    kernel = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
+    kernel = _module("pallas_mosaic_gpu").PallasMosaicGpuFlashAttention()
     return kernel(
         *(query, key, value),
-        mask=mask,
+        mask=mask_of(segment_ids, pairs),
         logits_scale=pairs.scale,
         logits_soft_cap=pairs.soft_cap,
     )
@@ -65,12 +63,15 @@ def attend(
 
 def mask_of(segment_ids: jax.Array, pairs: Pairs) -> Any:
     """Returns the first and the last key of each query, as Tokamax's `Mask`."""
-    with Noting("pip install 'jaxbucket[gpu]' (Python 3.12)."):
-        # Tokamax's public function has no such mask, so the extra pins its version.
-        from tokamax._src.ops.attention import base
-
     first, last = (x[:, None] for x in pairs.key_span(segment_ids))
+    mask = _module("base").Mask
     if pairs.after == 0:
         # At less cost, the kernel skips the blocks after a query itself.
-        return base.Mask(k_start=first, is_causal=True)
-    return base.Mask(k_start=first, k_end=last + 1)
+        return mask(k_start=first, is_causal=True)
+    return mask(k_start=first, k_end=last + 1)
+
+
+def _module(name: str) -> Any:
+    # Tokamax's public function has no such mask, so the extra pins its version.
+    with Noting("pip install 'jaxbucket[gpu]', in Python 3.12 or newer."):
+        return importlib.import_module(f"tokamax._src.ops.attention.{name}")

@@ -30,9 +30,13 @@ class Waiting:
         in_all = sum(seconds for _, seconds in self._steps)
         return waited / in_all if in_all else math.nan
 
+    def reset(self) -> None:
+        """Forgets the steps so far."""
+        self._steps.clear()
+
     def during(self, batches: Iterator[_T]) -> Iterator[_T]:
         """Yields the batches of a new loop, whose steps are measured."""
-        self._steps.clear()
+        self.reset()
         last = None
         while True:
             start = time.perf_counter()
