@@ -152,8 +152,8 @@ class MeshLoader:
     def data_wait(self) -> float:
         """The share of the last 100 steps for which the loop waited for a batch.
 
-        Devices wait for less, because jax runs ahead of them. It is NaN before the
-        second batch of an iteration. Above 0.01, use more workers.
+        Devices wait for less, because jax runs ahead of them. It is that of the newest
+        iteration, 0 before its second batch. Above 0.01, use more workers.
         """
         return self._waiting.share
 

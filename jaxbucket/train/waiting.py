@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import time
 from collections.abc import Iterator
 from typing import TypeVar
@@ -25,10 +24,10 @@ class Waiting:
 
     @property
     def share(self) -> float:
-        """From 0 to 1, or NaN before the second batch."""
+        """From 0 to 1; 0 before the second batch."""
         waited = sum(seconds for seconds, _ in self._steps)
         in_all = sum(seconds for _, seconds in self._steps)
-        return waited / in_all if in_all else math.nan
+        return waited / in_all if in_all else 0.0
 
     def reset(self) -> None:
         """Forgets the steps so far."""
