@@ -15,9 +15,10 @@ otherwise. The methods run in turn, forward and with gradients:
               in 16 bits on GPUs
 
 "one" is for rows of a single example, in which few blocks can be skipped. Times are
-medians. Memory is the size of temporary arrays, as reported by the compiler. All
-outputs and gradients are first compared with a softmax in float64, on smaller arrays of
-the same T; the table has the largest relative distance.
+medians. Memory is the size of temporary arrays, as reported by the compiler. Outputs
+and gradients of one row and two heads of the same T are compared with a softmax in
+float64, for blocks and kernels also with a window, a cap and a single key head; the
+table has the largest relative distance.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import functools
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -42,9 +44,9 @@ from jaxbucket.data.collate import row_segments
 _DATA = pathlib.Path(__file__).parents[2] / "shared" / "data" / "pyfuncs.npz"
 # The relative distance that rounding to a dtype explains. GPUs round the factors of
 # products of float32 to 10 bits of mantissa.
-_TOLERANCES = {"float32": 3e-3, "bfloat16": 3e-2, "float16": 5e-3}
-# Longer rows are compared in part, for the memory of the float64 softmax.
-_MAX_CHECKED = 2048
+_TOLERANCES = {"float32": 3e-3, "bfloat16": 3e-2}
+# Also compared, with two queries for each key head.
+_SPECIAL = {"local_window_size": (100, 7), "logits_soft_cap": 3.0}
 
 Attend = Callable[..., jax.Array]
 
@@ -139,14 +141,11 @@ def measure(
         "examples_per_row": float(ids.max(axis=1).mean()),
         "seconds": in_turn(runs, args.rounds),
         "megabytes": memory,
-        "errors": {
-            method: error(attend, ids, dtype, shape, not args.full)
-            for method, attend in methods.items()
-        },
+        "errors": errors(methods, ids, inputs[0], not args.full),
     }
 
 
-def random_heads(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
+def random_heads(shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
     return [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(3)]
 
 
@@ -196,65 +195,88 @@ def gradient(attend: Attend) -> Callable[..., Any]:
     """Returns the gradients of the sum of squares with respect to all three inputs."""
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array):
-        return jnp.sum(jnp.square(attend(query, key, value, ids).astype(jnp.float32)))
+        outputs = attend(query, key, value, ids)
+        return jnp.sum(jnp.square(outputs.astype(jnp.result_type(outputs, "float32"))))
 
     return jax.grad(loss, (0, 1, 2))
 
 
-def error(
-    attend: Attend, ids: np.ndarray, dtype: str, shape: tuple[int, ...], is_causal: bool
-) -> float:
-    """Returns the largest relative distance from a softmax in float64.
+def errors(
+    methods: dict[str, Attend], ids: np.ndarray, like: jax.Array, is_causal: bool
+) -> dict[str, float]:
+    """Returns the largest relative distance of each method from a softmax in float64.
 
-    One row and two heads are compared, in outputs and gradients. Rows are cut at a
-    length for which the softmax fits into memory.
+    One row and two heads are compared, in outputs and gradients.
     """
-    ids = ids[:1, :_MAX_CHECKED]
-    inputs = random_heads((1, ids.shape[1], 2, shape[-1]), dtype)
-    actual = jax.jit(lambda *x: (attend(*x), *gradient(attend)(*x)))(
-        *inputs, jnp.asarray(ids, jnp.int32)
-    )
-    heads = [np.asarray(x, np.float64) for x in inputs]
-    query, key, value = heads
-    expected = softmax_in_float64(query, key, value, ids, is_causal)
-    distances = []
-    for a, b in zip(actual, expected, strict=True):
-        a = np.asarray(a, np.float64)
-        distances.append(np.linalg.norm(a - b) / np.linalg.norm(b))
-    largest = float(max(distances))
-    assert largest < _TOLERANCES[dtype], f"{attend}: {largest}"
-    return largest
+    shape = (1, like.shape[1], 2, like.shape[3])
+    query, key, value = random_heads(shape, like.dtype)
+    grouped = (query, key[:, :, :1], value[:, :, :1])
+    # `segment_attention` has more options.
+    special = {
+        method: functools.partial(attend, **_SPECIAL)
+        for method, attend in methods.items()
+        if getattr(attend, "func", None) is jb.segment_attention
+    }
+    result = distances(methods, (query, key, value), ids[:1], is_causal)
+    for method, x in distances(special, grouped, ids[:1], is_causal, _SPECIAL).items():
+        result[method] = max(result[method], x)
+    too_large = {x: y for x, y in result.items() if y > _TOLERANCES[like.dtype.name]}
+    assert not too_large, too_large
+    return result
 
 
-def softmax_in_float64(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
+def distances(
+    methods: dict[str, Attend],
+    heads: tuple[jax.Array, ...],
     ids: np.ndarray,
     is_causal: bool,
-) -> list[np.ndarray]:
-    """Returns the output, and the gradients of its sum of squares, by numpy."""
-    scale = query.shape[-1] ** -0.5
-    is_seen = (ids[:, :, None] == ids[:, None, :]) & (ids > 0)[:, None]
-    if is_causal:
-        is_seen &= np.tri(ids.shape[1], dtype=bool)
-    logits = scale * np.einsum("bqnh,bknh->bnqk", query, key)
-    logits = np.where(is_seen[:, None], logits, -np.inf)
-    # Padding has no key.
-    most = np.maximum(logits.max(-1, keepdims=True), -1e300)
-    weights = np.exp(logits - most)
-    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    output = np.einsum("bnqk,bknh->bqnh", weights, value)
-    slope = 2 * output
-    of_weights = np.einsum("bqnh,bknh->bnqk", slope, value)
-    mean = np.einsum("bqnh,bqnh->bnq", slope, output)
-    of_logits = scale * weights * (of_weights - mean[..., None])
-    return [
-        output,
-        np.einsum("bnqk,bknh->bqnh", of_logits, key),
-        np.einsum("bnqk,bqnh->bknh", of_logits, query),
-        np.einsum("bnqk,bqnh->bknh", weights, slope),
-    ]
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, float]:
+    """Returns the largest relative distance of the output and the gradients."""
+    with jax.enable_x64(True):
+        exact = functools.partial(softmax, is_causal=is_causal, **options)
+        wide = [x.astype(jnp.float64) for x in heads]
+        expected = jax.device_get(output_and_gradients(exact, wide, ids))
+    found = {}
+    for method, attend in methods.items():
+        actual = output_and_gradients(attend, heads, ids)
+        found[method] = max(
+            float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b))
+            for a, b in zip(actual, expected, strict=True)
+        )
+    return found
+
+
+def output_and_gradients(
+    attend: Attend, heads: Sequence[jax.Array], ids: np.ndarray
+) -> tuple[jax.Array, ...]:
+    run = jax.jit(lambda *x: (attend(*x), *gradient(attend)(*x)))
+    return run(*heads, jnp.asarray(ids, jnp.int32))
+
+
+def softmax(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    ids: jax.Array,
+    is_causal: bool,
+    local_window_size: tuple[int, int] = (2**30, 2**30),
+    logits_soft_cap: float | None = None,
+) -> jax.Array:
+    """Returns attention by its definition, from all pairs."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    logits = jnp.einsum("bqnh,bknh->bnqk", query, key) / query.shape[-1] ** 0.5
+    if logits_soft_cap:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    places = jnp.arange(ids.shape[1])
+    past = places[:, None] - places
+    before, after = local_window_size
+    is_seen = (past <= before) & (past >= -(0 if is_causal else after))
+    is_seen = is_seen & (ids[:, :, None] == ids[:, None])
+    weights = jax.nn.softmax(jnp.where(is_seen[:, None], logits, -1e300))
+    output = jnp.einsum("bnqk,bknh->bqnh", weights, value)
+    return jnp.where(ids[..., None, None] > 0, output, 0)
 
 
 def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 speed = size / (time.perf_counter() - start)
                 console.print(
                     f"{step:6d}  {loss:.3f} bits/byte  {speed:,.0f} bytes/s  "
-                    f"{batches.data_wait:.1%} waiting for data"
+                    f"at most {batches.data_wait:.1%} waiting for data"
                 )
                 recent, start = [], time.perf_counter()
             if checkpoints and step % args.save_every == 0:

@@ -5,6 +5,7 @@ import re
 import tomllib
 
 import jaxbucket
+from jaxbucket.attention import tokamax
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -54,3 +55,10 @@ def test_every_lower_bound_is_tested():
         ]
         # Every further component is 0, so no older version satisfies the bound.
         assert not any(map(int, oldest[name].split(".")[bound.count(".") + 1 :]))
+
+
+def test_the_kernel_for_gpus_is_taken_from_the_version_that_the_extras_install():
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name in ("gpu", "gpu-plan"):
+        (pin,) = [x for x in extras[name] if x.startswith("tokamax")]
+        assert pin.startswith(f"tokamax=={tokamax._VERSION};")

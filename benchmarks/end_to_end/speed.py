@@ -15,13 +15,14 @@ compiled:
     grain        Grain's packing into rows of that shape
 
 With `--sleep`, a step sleeps instead, as long as a device would work. `data wait` is
-the share of the time for which the loop waits for its next batch: as each loader is by
-default, in one thread and, for Grain, in the loop. MFU counts the operations of the
-model on real tokens: 6 for each parameter of a product of matrices and 12 * width for
-each pair of a query and a key, which may exceed what a kernel computes.
+the share of the time for which the loop, at most four steps ahead of the device, waits
+for its next batch. All batches, Grain's too, are made in a thread. MFU counts the
+operations of the model on real tokens: 6 for each parameter of a product of matrices
+and 12 * width for each pair of a query and a key.
 """
 
 import argparse
+import collections
 import itertools
 import json
 import time
@@ -38,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxbucket as jb
+from jaxbucket.data.workers import in_thread
 from jaxbucket.train.waiting import Waiting
 
 METHODS = ("bucketed", "packed", "auto", "pad to max", "grain")
@@ -150,8 +152,8 @@ def grain(
     specs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), first
     )
-    batches = jb.sharding.prefetch_to_mesh(local, mesh)
-    return Feed(batches, {bucket: specs}, padding)
+    batches = (batch for batch in jb.sharding.prefetch_to_mesh(local, mesh))
+    return Feed(in_thread(batches, 2), {bucket: specs}, padding)
 
 
 FEEDS = {
@@ -171,7 +173,7 @@ def measure(args: argparse.Namespace, feed: Feed, mesh: Any) -> dict[str, Any]:
     tx = recipe.make_optimizer(recipe.warmup_cosine_schedule(4e-3, 10_000))
     state = jb.create_state(model, tx, mesh)
     step = jb.make_train_step(recipe.loss_fn, tx, mesh)
-    compile_seconds, metrics = 0.0, None
+    compile_seconds = 0.0
     if not args.sleep:
         start = time.perf_counter()
         step = jb.compile_steps(step, state, feed.specs, progress=False)
@@ -184,16 +186,19 @@ def measure(args: argparse.Namespace, feed: Feed, mesh: Any) -> dict[str, Any]:
     waiting.reset()
     start = time.perf_counter()
     real: list[jax.Array] = []
-    for number, batch in enumerate(batches, 1):
+    pending: collections.deque[Any] = collections.deque()
+    for batch in batches:
         real.append(batch.segment_ids["tokens"])
         if args.sleep:
             time.sleep(args.sleep)
         else:
             state, metrics = step(state, batch)
-        if number % _STEPS_AHEAD == 0:
-            jax.block_until_ready(metrics)
-            if time.perf_counter() - start > args.seconds:
-                break
+            pending.append(metrics)
+        if len(pending) > _STEPS_AHEAD:
+            jax.block_until_ready(pending.popleft())
+        if time.perf_counter() - start > args.seconds:
+            break
+    jax.block_until_ready(pending)
     seconds = time.perf_counter() - start
     tokens, flops = work(args, model, real)
     device = jax.devices()[0].device_kind

@@ -65,8 +65,7 @@ def explicit_layout(x: jax.Array) -> RowLayout | None:
 def layout_of(batch: Any) -> RowLayout | None:
     """Returns the layout of a batch on a mesh, or of its specification.
 
-    It is None if a single device has all rows, or if the batch is not on a mesh, as
-    inside of a `jax.jit`.
+    It is None if the batch is not on a mesh, as inside of a `jax.jit`.
     """
     if not isinstance(batch, Batch):
         return None
@@ -74,7 +73,7 @@ def layout_of(batch: Any) -> RowLayout | None:
     sharding = None
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+    if not isinstance(sharding, NamedSharding):
         return None
     rows, columns = (*sharding.spec, None, None)[:2]
     return RowLayout(sharding.mesh, _names(rows), _names(columns))

@@ -113,11 +113,13 @@ def _choose(query: jax.Array) -> Implementation:
     # A kernel runs where every device has its own rows.
     if num_devices > 1 and (mesh.empty or not is_manual):
         return "blockwise"
+    # In 64-bit mode the kernels mix integer dtypes.
+    if jax.config.read("jax_enable_x64"):
+        return "blockwise"
     platform = _traced_platform()
-    # In 64-bit mode the kernel for TPUs mixes integer dtypes.
-    if platform == "tpu" and not jax.config.read("jax_enable_x64"):
-        return "splash"
-    return "tokamax" if platform == "gpu" and tokamax.applies(query) else "blockwise"
+    if platform == "gpu" and tokamax.applies(query):
+        return "tokamax"
+    return "splash" if platform == "tpu" else "blockwise"
 
 
 def _traced_platform() -> str:
@@ -142,12 +144,17 @@ def _window(
     if local_window_size is None:
         return None, None
     sizes = local_window_size
-    sizes = sizes if isinstance(sizes, tuple) else (sizes, sizes)
-    before, after = sizes if len(sizes) == 2 else (sizes, sizes)
-    return (
-        check_integer("local_window_size", before, least=0),
-        check_integer("local_window_size", after, least=0),
-    )
+    pair = sizes if isinstance(sizes, tuple | list) else (sizes, sizes)
+    try:
+        before, after = (
+            check_integer("local_window_size", x, least=0, most=2**31 - 1) for x in pair
+        )
+    except ValueError:
+        raise ValueError(
+            f"`local_window_size={sizes!r}`: pass an int from 0 to 2**31 - 1, or two, "
+            "for the keys before and after a query."
+        ) from None
+    return before, after
 
 
 def _check(

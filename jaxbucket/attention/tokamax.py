@@ -7,7 +7,7 @@ GPUs, in Triton, needs a mask of `[B, 1, T, T]` for the gradient.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from jax.extend.backend import get_default_device
 from jaxbucket.attention.pairs import Pairs
 from jaxbucket.base.notes import Noting
 
+# Only a module that Tokamax keeps private has its mask, so the extra pins the version.
+_VERSION = "0.0.17"
 _DTYPES = ("bfloat16", "float16")
-# Of compute capabilities: Hopper and Blackwell.
-_GENERATIONS = ("9", "10")
-# Wider heads do not fit into shared memory.
-_MAX_WIDTH = 256
+# Of compute capabilities, Hopper and Blackwell, the widest heads whose gradients fit
+# into shared memory.
+_MAX_WIDTHS = {"9": 256, "10": 192}
 
 
 def applies(query: jax.Array) -> bool:
@@ -31,12 +32,19 @@ def applies(query: jax.Array) -> bool:
     """
     # Tokamax asks the same device.
     capability = getattr(get_default_device(), "compute_capability", "")
+    most = _MAX_WIDTHS.get(str(capability).partition(".")[0], 0)
     return (
-        str(capability).partition(".")[0] in _GENERATIONS
-        and query.dtype.name in _DTYPES
-        and query.shape[-1] <= _MAX_WIDTH
-        and importlib.util.find_spec("tokamax") is not None
+        query.dtype.name in _DTYPES
+        and query.shape[-1] <= most
+        and _installed_version() == _VERSION
     )
+
+
+def _installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("tokamax")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def attend(
@@ -72,6 +80,5 @@ def mask_of(segment_ids: jax.Array, pairs: Pairs) -> Any:
 
 
 def _module(name: str) -> Any:
-    # Tokamax's public function has no such mask, so the extra pins its version.
     with Noting("pip install 'jaxbucket[gpu]', in Python 3.12 or newer."):
         return importlib.import_module(f"tokamax._src.ops.attention.{name}")

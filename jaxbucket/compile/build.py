@@ -198,9 +198,10 @@ class Build:
 
 
 def _as_default(devices: Sequence[Device]) -> contextlib.AbstractContextManager[Any]:
-    """Makes an absent device the default one, which some kernels are chosen for."""
-    is_there = not devices or not is_absent(devices[0])
-    return contextlib.nullcontext() if is_there else jax.default_device(devices[0])
+    """Makes an absent GPU the default device, which Tokamax chooses kernels for."""
+    if devices and devices[0].platform == "gpu" and is_absent(devices[0]):
+        return jax.default_device(devices[0])
+    return contextlib.nullcontext()
 
 
 def _default_workers() -> int:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import pickle
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 import grain
 import numpy as np
 from absl import flags
-from grain.experimental import ThreadPrefetchIterDataset
 
 from jaxbucket.base.checks import check_integer, check_type
 
 _T = TypeVar("_T")
+_END = object()
 _WORKER_DIED = "terminated unexpectedly"
 
 
@@ -84,15 +87,8 @@ def worker_dataset(
     )
 
 
-def iterate(elements: grain.IterDataset[_T], prefetch: int = 0) -> Iterator[_T]:
-    """Yields elements, `prefetch` of them made ahead in a thread, or at least two.
-
-    If a worker dies, the error has a remedy. 0 uses no thread.
-    """
-    if prefetch:
-        # The thread has one more than its buffer.
-        size = max(1, prefetch - 1)
-        elements = ThreadPrefetchIterDataset(elements, prefetch_buffer_size=size)
+def iterate(elements: grain.IterDataset[_T]) -> Generator[_T]:
+    """Yields elements. If a worker dies, the error has a remedy."""
     # Grain reads absl flags, which are not parsed outside of absl programs.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
@@ -112,6 +108,30 @@ def iterate(elements: grain.IterDataset[_T], prefetch: int = 0) -> Iterator[_T]:
         ) from error
     finally:
         iterator.close()
+
+
+def in_thread(items: Generator[_T], size: int) -> Iterator[_T]:
+    """Yields the items, while a thread makes `size` further ones.
+
+    Unlike a thread of Grain, it passes on every error, keeps nobody waiting who closes
+    the iterator, and ends before the interpreter does.
+    """
+    is_exiting = sys.is_finalizing
+    pool = ThreadPoolExecutor(1, thread_name_prefix="jaxbucket-loader")
+    ahead: collections.deque[Future[Any]] = collections.deque()
+    try:
+        for _ in range(size):
+            ahead.append(pool.submit(next, items, _END))
+        while (item := ahead.popleft().result()) is not _END:
+            ahead.append(pool.submit(next, items, _END))
+            yield item
+    finally:
+        # Then the thread has ended, and modules may be gone.
+        if not is_exiting():
+            for future in ahead:
+                future.cancel()
+            pool.submit(items.close)
+            pool.shutdown(wait=False)
 
 
 def _read(dataset: grain.MapDataset[Any], index: int) -> Any:

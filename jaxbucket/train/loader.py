@@ -20,7 +20,7 @@ from jaxbucket.base.position import DataPosition
 from jaxbucket.data.example import Sequences, Transform
 from jaxbucket.data.pipeline import BatchDataset, batch_dataset
 from jaxbucket.data.source import Source
-from jaxbucket.data.workers import iterate, worker_dataset
+from jaxbucket.data.workers import in_thread, iterate, worker_dataset
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.sharding.global_batch import ToMesh, batch_specs
 from jaxbucket.sharding.mesh import Axes, local_rows
@@ -79,8 +79,8 @@ class MeshLoader:
       num_threads: the number of reading threads in each loading process.
       buffer_size: the number of batches that each loading process keeps ready, in
         addition to those that its threads are reading.
-      prefetch: the number of batches on devices in addition to the one in use; 0 to
-        make each when it is requested, otherwise at least 2.
+      prefetch: the number of batches in transfer, in addition to the one in use; 0 to
+        make each when it is requested, without a thread.
 
     Attributes:
       dataset: the rows of this process, a `grain.MapDataset` of numpy batches.
@@ -145,15 +145,19 @@ class MeshLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         to_mesh = ToMesh(self.mesh, self.batch_axes, self.schedule.buckets)
-        batches = self._load(self.dataset).map(to_mesh)
-        return self._waiting.during(iterate(batches, self._prefetch))
+        batches = iterate(self._load(self.dataset).map(to_mesh))
+        self._waiting = Waiting()
+        if not self._prefetch:
+            return self._waiting.during(batches)
+        return self._waiting.during(in_thread(batches, self._prefetch))
 
     @property
     def data_wait(self) -> float:
         """The share of the last 100 steps for which the loop waited for a batch.
 
-        Devices wait for less, because jax runs ahead of them. It is that of the newest
-        iteration, 0 before its second batch. Above 0.01, use more workers.
+        It is what devices waited at most: less if the loop dispatches steps ahead of
+        them, as jax does until a result is read. It is that of the newest iteration, 0
+        before its second batch.
         """
         return self._waiting.share
 

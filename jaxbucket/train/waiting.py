@@ -25,17 +25,17 @@ class Waiting:
     @property
     def share(self) -> float:
         """From 0 to 1; 0 before the second batch."""
-        waited = sum(seconds for seconds, _ in self._steps)
-        in_all = sum(seconds for _, seconds in self._steps)
-        return waited / in_all if in_all else 0.0
+        # A copy, because another thread may ask.
+        steps = list(self._steps)
+        in_all = sum(seconds for _, seconds in steps)
+        return sum(seconds for seconds, _ in steps) / in_all if in_all else 0.0
 
     def reset(self) -> None:
         """Forgets the steps so far."""
         self._steps.clear()
 
     def during(self, batches: Iterator[_T]) -> Iterator[_T]:
-        """Yields the batches of a new loop, whose steps are measured."""
-        self.reset()
+        """Yields the batches of a loop, whose steps are measured."""
         last = None
         while True:
             start = time.perf_counter()

@@ -249,7 +249,7 @@ def test_windows_and_caps_agree_with_a_softmax(is_causal, window, soft_cap, seq_
         result = output_and_gradients(attend, ids, *heads)
     assert_near(result, want, 1e-7)
     same = functools.partial(attend, local_window_size=7)
-    pair = functools.partial(attend, local_window_size=(7, 7))
+    pair = functools.partial(attend, local_window_size=[7, np.int64(7)])
     heads = random_heads(ids)
     np.testing.assert_array_equal(same(*heads, ids), pair(*heads, ids))
 
@@ -430,6 +430,8 @@ def block_sizes(program):
         ({"local_window_size": -1}, "local_window_size"),
         ({"local_window_size": (3, 0.5)}, "local_window_size"),
         ({"local_window_size": (1, 2, 3)}, "local_window_size"),
+        ({"local_window_size": (None, 3)}, "local_window_size"),
+        ({"local_window_size": 2**31}, "local_window_size"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap"),
     ],
 )

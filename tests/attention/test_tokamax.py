@@ -33,9 +33,13 @@ WIDTH, HEADS = 256, 4
         (H100, "9.0", {}, "tokamax"),
         ("NVIDIA B200", "10.0", {"dtype": "float16"}, "tokamax"),
         ("NVIDIA H200", "9.0", {"width": 256}, "tokamax"),
+        ("NVIDIA B200", "10.0", {"width": 192}, "tokamax"),
+        ("NVIDIA B200", "10.0", {"width": 200}, "blockwise"),
         (H100, "9.0", {"width": 320}, "blockwise"),
         (H100, "9.0", {"dtype": "float32"}, "blockwise"),
-        (H100, "9.0", {"installed": False}, "blockwise"),
+        (H100, "9.0", {"installed": None}, "blockwise"),
+        (H100, "9.0", {"installed": "0.0.18"}, "blockwise"),
+        (H100, "9.0", {"x64": True}, "blockwise"),
         # The compiler would have to partition the kernel.
         (H100, "9.0", {"manual": False}, "blockwise"),
         (H100, "9.0", {"manual": False, "devices": 1}, "tokamax"),
@@ -53,14 +57,13 @@ def test_the_implementation_follows_the_devices(
     kind, capability, changed, expected, monkeypatch
 ):
     options = {
-        **{"dtype": "bfloat16", "width": 64, "installed": True, "manual": True},
+        **{"dtype": "bfloat16", "width": 64, "installed": "0.0.17", "manual": True},
         **{"devices": 4, "x64": False},
         **changed,
     }
     device = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(tokamax, "get_default_device", lambda: device)
-    found = object() if options["installed"] else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(tokamax, "_installed_version", lambda: options["installed"])
     axis_type = AxisType.Manual if options["manual"] else AxisType.Auto
     there = jb.data_mesh().abstract_mesh.abstract_device
     there = dataclasses.replace(there, device_kind=kind)
@@ -138,6 +141,7 @@ def loss_fn(params, batch, keys):
     [
         ("h100:1x1x4", "bfloat16", "jit", 3),
         ("h100:1x1x4", "float16", "shard_map", 3),
+        ("h100:1x1x1", "bfloat16", "jit", 3),
         ("h100:1x1x4", "float32", "jit", 0),
         ("a100:1x1x4", "bfloat16", "jit", 0),
     ],
@@ -148,12 +152,11 @@ def test_programs_for_absent_gpus_have_the_kernel(topology, dtype, mode, num_ker
     Kernels are compiled for one type of GPUs in a process, so there is no Blackwell.
     """
     with jax.enable_x64(False), jb.compile.absent_devices(topology):
-        mesh, tx = jb.data_mesh(max_row_shards=2), optax.sgd(0.1)
         # A T that is no multiple of a block, and a row of two devices.
-        plan = jb.BucketPlan.from_shapes([(4, 352), (2, 1024)])
-        if mode != "jit":
-            mesh = jb.data_mesh()
-            plan = jb.BucketPlan.from_shapes([(4, 352)])
+        mesh, shapes = jb.data_mesh(max_row_shards=2), [(4, 352), (2, 1024)]
+        if mode == "shard_map" or topology.endswith("x1x1"):
+            mesh, shapes = jb.data_mesh(), [(4, 352)]
+        plan, tx = jb.BucketPlan.from_shapes(shapes), optax.sgd(0.1)
         example = {"tokens": np.ones(3, np.int32)}
         specs = jb.sharding.batch_specs(plan, example, mesh)
         params = {"words": jax.ShapeDtypeStruct((100, WIDTH), dtype)}

@@ -1,7 +1,10 @@
 """`MeshLoader` against the functions that it combines."""
 
 import math
+import subprocess
+import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -149,33 +152,118 @@ def test_an_endless_run_yields_batches_of_every_epoch():
     assert_same_batches([first], [next(iter(last))])
 
 
+def threads():
+    return [x for x in threading.enumerate() if "jaxbucket-loader" in x.name]
+
+
+def wait_until(is_done):
+    deadline = time.monotonic() + 60
+    while not is_done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
 def test_batches_are_made_and_sent_while_the_loop_does_something_else(
     prefetch, monkeypatch
 ):
-    made, is_enough = [], threading.Event()
+    made = []
     to_global = global_batch.ToMesh.__call__
 
     def counted(self, batch):
         made.append(threading.current_thread())
-        if len(made) > max(2, prefetch):
-            is_enough.set()
         return to_global(self, batch)
 
     monkeypatch.setattr(global_batch.ToMesh, "__call__", counted)
-    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, prefetch=prefetch)
-    iterator = iter(batches)
+    iterator = iter(jb.MeshLoader(SOURCE, SCHEDULE, MESH, prefetch=prefetch))
     assert not made
-    next(iterator)
-    # The loop asks for no further batch.
-    assert is_enough.wait(60 if prefetch else 0.2) == bool(prefetch)
-    in_loop = threading.current_thread() in made
-    assert in_loop == (not prefetch)
+    for used in (1, 2):
+        next(iterator)
+        # The loop asks for no further batch.
+        wait_until(lambda used=used: len(made) == used + prefetch)
+    time.sleep(0.1)
+    assert len(made) == 2 + prefetch
+    assert (threading.current_thread() in made) == (not prefetch)
     iterator.close()
-    # At most one in the queue of the thread, and one in its hands.
-    assert len(made) <= 1 + (max(2, prefetch) + 1 if prefetch else 0)
-    names = [thread.name for thread in threading.enumerate()]
-    assert not any("thread-prefetch" in name for name in names)
+    wait_until(lambda: not threads())
+
+
+class Slow:
+    """A source whose examples can be held back."""
+
+    def __init__(self):
+        self.may_read = threading.Event()
+
+    def __len__(self):
+        return len(SOURCE)
+
+    def __getitem__(self, index):
+        assert self.may_read.wait(60)
+        return SOURCE[index]
+
+
+def test_leaving_a_loop_does_not_wait_for_the_batch_that_is_made():
+    source = Slow()
+    source.may_read.set()
+    batches = iter(jb.MeshLoader(source, SCHEDULE, MESH, buffer_size=0, num_threads=1))
+    next(batches)
+    source.may_read.clear()
+    batches.close()
+    assert not source.may_read.is_set()
+    source.may_read.set()
+    wait_until(lambda: not threads())
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, MemoryError])
+def test_every_error_of_the_thread_reaches_the_loop(error):
+    def transform(example, rng):
+        raise error("no")
+
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, transform=transform)
+    with pytest.raises(error):
+        next(iter(batches))
+
+
+def test_two_loops_over_a_loader_are_measured_each_by_itself():
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH)
+    one = iter(batches)
+    for _ in range(3):
+        next(one)
+    assert batches.data_wait > 0
+    other = iter(batches)
+    assert batches.data_wait == 0
+    assert_same_batches([next(other)], [next(iter(batches))])
+    next(one)
+    assert batches.data_wait == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_program_may_end_with_an_unfinished_loop(num_workers, tmp_path):
+    """Without an abort of the interpreter or a hang, or a message of ours."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""if __name__ == "__main__":
+    import math, numpy as np, jax, jaxbucket as jb
+    source = [{{"x": np.ones(n, np.float32)}} for n in range(1, 30)]
+    lengths = jb.measure_lengths(source, progress=False)
+    plan = jb.plan_buckets(lengths, max_tokens=64, num_buckets=2)
+    mesh = jb.data_mesh(jax.devices()[:1])
+    schedule = jb.BatchSchedule(plan, lengths)
+    loader = jb.MeshLoader(
+        source, schedule, mesh, num_steps=math.inf, num_workers={num_workers}
+    )
+    batches = iter(loader)
+    for _ in range(20):
+        next(batches)
+"""
+    )
+    for _ in range(4):
+        run = subprocess.run(
+            [sys.executable, script], capture_output=True, text=True, timeout=120
+        )
+        assert run.returncode == 0, run.stderr
+        assert "terminate" not in run.stderr and "/jaxbucket/" not in run.stderr
 
 
 def test_an_error_of_a_batch_is_raised_in_the_loop_before_later_batches():
