@@ -153,10 +153,11 @@ def test_programs_for_absent_gpus_have_the_kernel(topology, dtype, mode, num_ker
     """
     with jax.enable_x64(False), jb.compile.absent_devices(topology):
         # A T that is no multiple of a block, and a row of two devices.
-        mesh, shapes = jb.data_mesh(max_row_shards=2), [(4, 352), (2, 1024)]
+        shapes, num_shards = [(4, 352), (2, 1024)], 2
         if mode == "shard_map" or topology.endswith("x1x1"):
-            mesh, shapes = jb.data_mesh(), [(4, 352)]
-        plan, tx = jb.BucketPlan.from_shapes(shapes), optax.sgd(0.1)
+            shapes, num_shards = [(4, 352)], 1
+        mesh, tx = jb.data_mesh(max_row_shards=num_shards), optax.sgd(0.1)
+        plan = jb.BucketPlan.from_shapes(shapes)
         example = {"tokens": np.ones(3, np.int32)}
         specs = jb.sharding.batch_specs(plan, example, mesh)
         params = {"words": jax.ShapeDtypeStruct((100, WIDTH), dtype)}
