@@ -61,7 +61,8 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
     On their mesh, `create_state` returns shapes and shardings, and `compile_steps`
     compiles programs that cannot run, with a report of their memory. One process
     compiles for all hosts. If this process has not used devices yet, it then only uses
-    its CPU.
+    its CPU. While a program for absent GPUs is traced, jax cannot evaluate anything
+    eagerly.
 
     Example: the memory of a step on 256 chips (requires `jaxbucket[tpu]`).
       >>> with absent_devices("v5e:16x16"):  # doctest: +SKIP
