@@ -178,16 +178,14 @@ def measure(args: argparse.Namespace, feed: Feed, mesh: Any) -> dict[str, Any]:
         start = time.perf_counter()
         step = jb.compile_steps(step, state, feed.specs, progress=False)
         compile_seconds = time.perf_counter() - start
-    waiting = Waiting(num_steps=10**6)
-    batches = waiting.during(iter(feed.batches))
+    waiting, batches = Waiting(num_steps=10**6), iter(feed.batches)
     # Loaders fill their buffers first.
     for _ in range(_WARM_UP_STEPS):
         next(batches)
-    waiting.reset()
     start = time.perf_counter()
     real: list[jax.Array] = []
     pending: collections.deque[Any] = collections.deque()
-    for batch in batches:
+    for batch in waiting.during(batches):
         real.append(batch.segment_ids["tokens"])
         if args.sleep:
             time.sleep(args.sleep)

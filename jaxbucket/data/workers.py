@@ -81,6 +81,9 @@ def worker_dataset(
     elements = grain.MapDataset.to_iter_dataset(dataset, reading)
     if not num_workers:
         return elements
+    # Grain reads absl flags, which are not parsed outside of absl programs.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
     return elements.mp_prefetch(
         grain.MultiprocessingOptions(num_workers, max(1, buffer_size)),
         worker_init_fn=_init_worker,
@@ -89,10 +92,7 @@ def worker_dataset(
 
 def iterate(elements: grain.IterDataset[_T]) -> Generator[_T]:
     """Yields elements. If a worker dies, the error has a remedy."""
-    # Grain reads absl flags, which are not parsed outside of absl programs.
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    iterator = iter(elements)
+    iterator, is_exiting = iter(elements), sys.is_finalizing
     number = 0
     try:
         for element in iterator:
@@ -107,7 +107,9 @@ def iterate(elements: grain.IterDataset[_T]) -> Generator[_T]:
             '`if __name__ == "__main__":` guard. Use fewer workers, or add the guard.'
         ) from error
     finally:
-        iterator.close()
+        # When the interpreter exits, modules may be gone. Workers exit by themselves.
+        if not is_exiting():
+            iterator.close()
 
 
 def in_thread(items: Generator[_T], size: int) -> Iterator[_T]:
@@ -126,7 +128,7 @@ def in_thread(items: Generator[_T], size: int) -> Iterator[_T]:
             ahead.append(pool.submit(next, items, _END))
             yield item
     finally:
-        # Then the thread has ended, and modules may be gone.
+        # Otherwise the thread has ended.
         if not is_exiting():
             for future in ahead:
                 future.cancel()

@@ -30,10 +30,6 @@ class Waiting:
         in_all = sum(seconds for _, seconds in steps)
         return sum(seconds for seconds, _ in steps) / in_all if in_all else 0.0
 
-    def reset(self) -> None:
-        """Forgets the steps so far."""
-        self._steps.clear()
-
     def during(self, batches: Iterator[_T]) -> Iterator[_T]:
         """Yields the batches of a loop, whose steps are measured."""
         last = None
