@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxbucket.attention import blockwise, splash, tokamax
 from jaxbucket.attention.exchange import exchange_heads
 from jaxbucket.attention.pairs import Pairs
-from jaxbucket.base.checks import check_choice, check_cost, check_integer
+from jaxbucket.base.checks import check_choice, check_float, check_integer
 
 Implementation: TypeAlias = Literal["blockwise", "splash", "tokamax"]
 
@@ -75,7 +75,9 @@ def segment_attention(
         check_choice("implementation", implementation, get_args(Implementation))
     before, after = _window(local_window_size)
     if logits_soft_cap is not None:
-        logits_soft_cap = check_cost("logits_soft_cap", logits_soft_cap)
+        logits_soft_cap = check_float(
+            "logits_soft_cap", logits_soft_cap, least=1e-30, most=1e30
+        )
     if isinstance(scale, jax.Array):
         # The scale may be a tracer, but the kernels require a number.
         query, scale = query * scale.astype(query.dtype), 1.0

@@ -128,12 +128,11 @@ def in_thread(items: Generator[_T], size: int) -> Iterator[_T]:
             ahead.append(pool.submit(next, items, _END))
             yield item
     finally:
-        # Otherwise the thread has ended.
+        # The last thread with a reference to the items closes them. It is not told to,
+        # because where garbage collection closes this, a lock of `submit` may be taken.
+        # When the interpreter exits, the thread has ended.
         if not is_exiting():
-            for future in ahead:
-                future.cancel()
-            pool.submit(items.close)
-            pool.shutdown(wait=False)
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _read(dataset: grain.MapDataset[Any], index: int) -> Any:

@@ -117,8 +117,9 @@ class JitStep:
             self._check = None
         layout = layout_of(batch)
         if self._mode != "jit" and layout is not None:
-            check_whole_rows(layout, self._mode)
-            check_not_gathered("The state", states, layout.rows)
+            if layout.mesh.size > 1:
+                check_whole_rows(layout, self._mode)
+                check_not_gathered("The state", states, layout.rows)
             layout = None
         return row_layout(layout)
 

@@ -433,6 +433,7 @@ def block_sizes(program):
         ({"local_window_size": (None, 3)}, "local_window_size"),
         ({"local_window_size": 2**31}, "local_window_size"),
         ({"logits_soft_cap": 0.0}, "logits_soft_cap"),
+        ({"logits_soft_cap": 1e39}, "logits_soft_cap"),
     ],
 )
 def test_invalid_arguments_are_refused(changed, name):

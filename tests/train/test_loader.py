@@ -1,5 +1,6 @@
 """`MeshLoader` against the functions that it combines."""
 
+import gc
 import math
 import subprocess
 import sys
@@ -211,6 +212,29 @@ def test_leaving_a_loop_does_not_wait_for_the_batch_that_is_made():
     batches.close()
     assert not source.may_read.is_set()
     source.may_read.set()
+    wait_until(lambda: not threads())
+
+
+@pytest.mark.exhaustive
+def test_loops_that_garbage_collection_closes_do_not_block_others():
+    class Trainer:
+        def __init__(self, batches):
+            self.batches = iter(batches)
+            self.on_end = self.run
+
+        def run(self):
+            for _ in range(5):
+                next(self.batches)
+
+    batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_steps=math.inf)
+    threshold = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        for _ in range(100):
+            Trainer(batches).run()
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
     wait_until(lambda: not threads())
 
 
