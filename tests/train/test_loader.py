@@ -217,20 +217,22 @@ def test_leaving_a_loop_does_not_wait_for_the_batch_that_is_made():
 
 @pytest.mark.exhaustive
 def test_loops_that_garbage_collection_closes_do_not_block_others():
+    """A loop that told its thread to close something hung here."""
+
     class Trainer:
         def __init__(self, batches):
             self.batches = iter(batches)
             self.on_end = self.run
 
         def run(self):
-            for _ in range(5):
+            for _ in range(10):
                 next(self.batches)
 
     batches = jb.MeshLoader(SOURCE, SCHEDULE, MESH, num_steps=math.inf)
     threshold = gc.get_threshold()
-    gc.set_threshold(50)
+    gc.set_threshold(3)
     try:
-        for _ in range(100):
+        for _ in range(60):
             Trainer(batches).run()
     finally:
         gc.set_threshold(*threshold)
