@@ -18,11 +18,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import (
-    check_accumulate,
-    check_choice,
-    check_seed,
-)
+from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.selection import selected_indices
@@ -30,11 +26,7 @@ from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import (
-    Report,
-    changed_examples,
-    report,
-)
+from jaxbucket.plan.reports.epoch import Report, changed_examples, report
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.epoch_rows import EpochRows
@@ -212,14 +204,13 @@ class BatchSchedule(Schedule):
             )
         # A step is either one tall batch of a single bucket or several batches.
         batches_together = self.accumulate if self.group == "same" else 1
-        self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
             plan if packing is None else plan.unpacked,
             self._row_lengths,
             remainder=self.remainder,
             within=self._order.within,
             group=batches_together,
-            batches_per_step=self._batches_per_step,
+            batches_per_step=self.accumulate // batches_together,
             packed=self._packed_rows,
             subset=self.subset if packing is None else None,
             stored=self._stored(lengths) if packing is None else None,
@@ -260,8 +251,7 @@ class BatchSchedule(Schedule):
 
     def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
-        first = position * self._batches_per_step
-        positions = range(first, first + self._batches_per_step)
+        positions = self._rows.positions(position)
         batches = (part for x in positions for part in self._batches(epoch, x))
         repeats = self._order.replacement or self._repeats
         for number, indices in enumerate(batches, position * self.accumulate):

@@ -24,7 +24,7 @@ from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.combined import CombinedSchedule, change_steps
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.turns import Turns
+from jaxbucket.schedule.spread import Turns
 
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 # The least share of a component.
