@@ -67,13 +67,11 @@ class BatchSampler:
         return (end - start) * len(self._schedule.micro_batches(start))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices, _ in self._batches():
-            yield indices
+        return (indices for indices, _ in self._batches())
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yields the bucket of each batch, in the order of the indices."""
-        for _, bucket in self._batches():
-            yield bucket
+        """Returns an iterator over the bucket of each batch, in the order of the indices."""
+        return (bucket for _, bucket in self._batches())
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration."""

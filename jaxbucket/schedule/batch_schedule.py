@@ -177,11 +177,9 @@ class BatchSchedule(Schedule):
         """Returns the number of the first batch of the bucket with the most tokens."""
         buckets, batches = self.plan.buckets, self.flow.batches
 
-        def size(index: int) -> tuple[Any, ...]:
-            # For equal numbers of tokens, the longest rows cost the most.
-            return buckets[index].num_tokens, buckets[index].seq_len
-
-        return int(batches[: max(np.flatnonzero(batches).tolist(), key=size)].sum())
+        # For equal numbers of tokens, the longest rows, which come last, cost the most.
+        used = reversed(np.flatnonzero(batches).tolist())
+        return int(batches[: max(used, key=lambda k: buckets[k].num_tokens)].sum())
 
     def _set_rows(self, columns: np.ndarray, lengths: Lengths) -> None:
         """Assigns the examples, or packed rows, to the rows of batches.
@@ -226,11 +224,6 @@ class BatchSchedule(Schedule):
         return path.with_name(f"{path.stem}-{digest(repr(what).encode())}.rows.npy")
 
     @property
-    def _repeats(self) -> bool:
-        """Whether rows that would be empty repeat examples."""
-        return self.remainder == "repeat"
-
-    @property
     def flow(self) -> RowFlow:
         """The number of rows and batches of every bucket in one epoch."""
         return self._rows.flow
@@ -253,20 +246,19 @@ class BatchSchedule(Schedule):
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
         positions = self._rows.positions(position)
         batches = (part for x in positions for part in self._batches(epoch, x))
-        repeats = self._order.replacement or self._repeats
+        repeats = self._order.replacement or self.remainder == "repeat"
         for number, indices in enumerate(batches, position * self.accumulate):
             yield indices, BatchDraws(self.seed, epoch, number if repeats else None)
 
     def _batches(self, epoch: int, position: int) -> list[BatchIndices]:
         """Returns the micro-batches of the batch at a position of the order."""
-        if position >= self._rows.num_batches:
-            if not self._repeats:
-                return [self._filler]
-            position %= self._rows.num_batches
-        index, examples = self._epochs.batch(epoch, position)
+        repeats = self.remainder == "repeat"
+        if position >= self._rows.num_batches and not repeats:
+            return [self._filler]
+        index, examples = self._epochs.batch(epoch, position % self._rows.num_batches)
         bucket = self.plan.buckets[index]
         rows = np.resize(examples, int(self._rows.sizes[index]))
-        if not self._repeats:
+        if not repeats:
             rows[len(examples) :] = EMPTY_ROW
         parts = rows.reshape(-1, bucket.batch_size)
         if (packed := self._packed_rows) is None:

@@ -46,9 +46,6 @@ class PackedRows:
       is_kept: `[N]` bool, whether each example takes part; None if all do.
       seed: the seed of the permutations; None for source order in every epoch.
       difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
-
-    Attributes:
-      is_kept: as above.
     """
 
     def __init__(
@@ -74,7 +71,14 @@ class PackedRows:
         ordered = lengths[self._examples]
         if is_kept is not None:
             self._examples = np.flatnonzero(is_kept)[self._examples]
-        self._check_same(ordered, slot_lengths[slots])
+        if not np.array_equal(slot_lengths[slots], ordered):
+            raise ValueError(
+                f"`packing` was created for {len(slots)} examples with "
+                f"{packing.slot_lengths.sum()} tokens, which are not the "
+                f"{len(ordered)} examples of `lengths` that take part. The data, the "
+                "`subset` or the plan's `overlong` are not those of the packing: pack "
+                "the lengths of the subset, with `overlong` of the plan."
+            )
         # Every length has as many slots as examples, so sorted slots match examples.
         self._places = np.empty(len(slots), slots.dtype)
         self._places[slots] = np.arange(len(slots), dtype=slots.dtype)
@@ -86,16 +90,6 @@ class PackedRows:
             assert seed is not None
             self._by_difficulty = _SlotsByDifficulty(
                 packing, self._examples, ordered, slot_lengths, difficulty, seed
-            )
-
-    def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
-        if len(packed) != len(lengths) or np.any(packed != lengths):
-            raise ValueError(
-                f"`packing` was created for {len(packed)} examples with "
-                f"{self._packing.slot_lengths.sum()} tokens, which are not the "
-                f"{len(lengths)} examples of `lengths` that take part. The data, the "
-                "`subset` or the plan's `overlong` are not those of the packing: pack "
-                "the lengths of the subset, with `overlong` of the plan."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
