@@ -21,11 +21,6 @@ UNITS: tuple[str, ...] = get_args(Unit)
 Measure: TypeAlias = Unit | Callable[[Any], Any] | None
 
 _NUMPY = (".npy", ".npz")
-_NUMBERS = {
-    "double",
-    "float",
-    *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)),
-}
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 # How files of these formats begin.
@@ -159,6 +154,7 @@ def _read_table(
     """Returns the lengths of the rows of a table, by column."""
     with naming_the_extra():
         dataset = _dataset(path, suffix)
+        from pyarrow import types
     names = _chosen([*_names(dataset.schema)], columns)
     is_plain = suffix in (".csv", ".tsv")
     if is_plain and all(map(_is_number, names)):
@@ -174,11 +170,12 @@ def _read_table(
     row = 0
     for batch in _batches(dataset, names, is_plain):
         for name in names:
+            values = batch.column(name)
+            is_number = types.is_integer(values.type) or types.is_floating(values.type)
             # Of several columns, the unit is that of those with text.
-            use = measure
-            if len(names) > 1 and not callable(measure) and kinds.get(name) in _NUMBERS:
-                use = None
-            parts[name].append(_lengths_of(batch.column(name), name, row, use))
+            has_none = is_number and len(names) > 1 and not callable(measure)
+            use = None if has_none else measure
+            parts[name].append(_lengths_of(values, name, row, use))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}

@@ -128,9 +128,8 @@ class Pass:
     def share(self) -> tuple[int, int]:
         """Returns `(start, stop)`, the examples that this process measures."""
         size, group = len(self.measure.source), self.processes
-        return size * group.index // group.count, size * (
-            group.index + 1
-        ) // group.count
+        start, stop = (size * (group.index + x) // group.count for x in range(2))
+        return start, stop
 
     def run(self, start: int, stop: int) -> dict[str | None, np.ndarray]:
         """Returns the numbers of the examples `start <= index < stop`, by name."""

@@ -21,8 +21,7 @@ from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.data.example import Sequences, Transform, copy_features
-from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
-from jaxbucket.data.reader import BatchReader, FeatureTemplate
+from jaxbucket.data.reader import BatchReader, FeatureTemplate, MixtureReader
 from jaxbucket.data.source import Source
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.mixture import Mixture
@@ -110,7 +109,7 @@ def batch_dataset(
         )
     if has_names:
         named = cast(Mapping[str, Source], source)
-        reader = make_mixture_reader(named, cast(Mixture, schedule), shard, **options)
+        reader = MixtureReader(named, cast(Mixture, schedule), shard, **options)
     else:
         reader = BatchReader(cast(Source, source), schedule, shard, **options)
     return BatchDataset(reader, start_step, end)
@@ -205,9 +204,8 @@ class BatchDataset(grain.MapDataset[Batch]):
         transform batches after this call. The arguments are those of Grain.
         """
         batches = super().to_iter_dataset(*args, **options)
-        schedule = self._reader.schedule
-        first = functools.partial(_position, self._reader, self._start_step, schedule)
-        return BatchIterDataset(batches, first)
+        first = (self._reader, self._start_step, self._reader.schedule)
+        return BatchIterDataset(batches, functools.partial(_position, *first))
 
     def position(self, step: int) -> DataPosition:
         """Returns the position to save alongside a state that has done `step` updates.

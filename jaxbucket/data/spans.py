@@ -97,7 +97,7 @@ class SpanSource:
         done = "split" if self._counts is None else "joined"
         with Noting(f"This is `source[{index}]`, before it was {done}."):
             spec = ExampleSpec(self._source[index], self.sequences)
-            (length,) = spec.lengths(spec.arrays).values()
+            (length,) = spec.lengths().values()
             check_length(index, length, int(self._known[index]))
             if self._counts is not None:
                 _check_only_sequences(sorted(spec.arrays.keys() - spec.axes.keys()))

@@ -157,7 +157,9 @@ class TokenSource:
 
         def gather(name: str, pad: np.ndarray) -> np.ndarray:
             tokens = self._windows(name, starts, filled, lengths, bucket)
-            np.copyto(tokens, pad, where=_expand_mask(tokens, ~mask))
+            # With trailing axes, to broadcast with the feature.
+            is_padding = ~mask.reshape(*mask.shape, *(1,) * (tokens.ndim - 2))
+            np.copyto(tokens, pad, where=is_padding)
             return tokens
 
         features = self._features(rows, pad_value, gather)
@@ -345,11 +347,6 @@ def _sliding(values: np.ndarray, size: int) -> np.ndarray:
         (values.strides[0], *values.strides),
         writeable=False,
     )
-
-
-def _expand_mask(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Adds trailing axes of size 1 to a `[B, T]` mask, to broadcast with a feature."""
-    return mask.reshape(*mask.shape, *(1,) * (values.ndim - 2))
 
 
 def _checked_rows(rows: Any, num_examples: int, bucket: Bucket) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -189,11 +189,8 @@ class ZippedSource:
             )
             for name, source in self._by_name.items()
         ]
-        return Batch(*(_merged(dicts) for dicts in zip(*batches, strict=True)))
-
-
-def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for x in dicts for name, value in x.items()}
+        dicts = zip(*batches, strict=True)
+        return Batch(*({k: v for x in each for k, v in x.items()} for each in dicts))
 
 
 class _View:

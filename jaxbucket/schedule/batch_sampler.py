@@ -70,7 +70,7 @@ class BatchSampler:
         return (indices for indices, _ in self._batches())
 
     def buckets(self) -> Iterator[Bucket]:
-        """Returns an iterator over the bucket of each batch, in the order of the indices."""
+        """Returns the bucket of each batch, in the order of the indices."""
         return (bucket for _, bucket in self._batches())
 
     def set_epoch(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""The batches of an epoch: how many each bucket has, and which examples fill their rows.
+"""The batches of an epoch: how many each bucket has, and the examples of their rows.
 
 Batches are numbered over all buckets, starting with those of the first bucket. The
 numbers of rows and batches follow from the number of examples in each bucket, so they

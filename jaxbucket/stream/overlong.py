@@ -74,7 +74,7 @@ class LengthLimits:
           counts: the counts of the stream, which are updated.
         """
         spec = ExampleSpec(example, self.sequences, self.names)
-        by_name = spec.lengths(spec.arrays)
+        by_name = spec.lengths()
         names = self.names or tuple(by_name)
         lengths = tuple(by_name[name] for name in names)
         if self._hold(lengths):

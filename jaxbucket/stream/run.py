@@ -36,8 +36,7 @@ from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.overlong import LengthLimits
-from jaxbucket.stream.packed_pool import PackedPool
-from jaxbucket.stream.pool import PaddedPool, Pool
+from jaxbucket.stream.pool import PackedPool, PaddedPool, Pool
 from jaxbucket.stream.reader import StreamReader
 
 Policy: TypeAlias = Literal["closest", "first"]
