@@ -79,12 +79,9 @@ class LengthCounts:
         """
         rest = (self.lengths - 1) % max_seq_len + 1
         full = int(((self.lengths - 1) // max_seq_len * self.counts).sum())
-        result = object.__new__(LengthCounts)
-        result.lengths, result.counts = _merged(
-            np.append(rest, max_seq_len), np.append(self.counts, full)
-        )
-        result.given = result.lengths
-        return result
+        lengths, counts = np.append(rest, max_seq_len), np.append(self.counts, full)
+        merged = (x.tolist() for x in _merged(lengths, counts))
+        return LengthCounts(dict(zip(*merged, strict=True)))
 
     def spread(self, number: int) -> np.ndarray:
         """Returns lengths at equal distances in sorted order, at most `number`."""

@@ -159,11 +159,10 @@ def _copy(
     place: tuple[int, ...],
     features: Mapping[str, np.ndarray],
 ) -> None:
-    """Copies an example into a batch.
+    """Copies an example into the features of a batch.
 
     Args:
-      arrays: the features of the example.
-      axes: mapping from each sequence feature to the sequences of its leading axes.
+      arrays, axes: the features of the example, and the axes of `ExampleSpec`.
       spans: the positions of each sequence in the example, and those in the row.
       place: `(row,)`; or, for packed rows, `(row, segment)`.
       features: the features of the batch.
@@ -238,11 +237,7 @@ def _padding(
 ) -> dict[str, np.ndarray]:
     """Returns the features of a batch without examples.
 
-    Args:
-      spec: the features of an example.
-      seq_lens: T of each sequence.
-      leading: leading axes of features that are no sequences: `[B]`, or `[B, S]`.
-      pad_value: value that fills the sequences.
+    Features that are no sequences have the `leading` axes, `[B]` or `[B, S]`.
     """
     pads = pad_arrays(pad_value, {name: spec.arrays[name].dtype for name in spec.axes})
 
@@ -298,12 +293,9 @@ def token_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
 def with_segments(
     features: dict[str, np.ndarray], name: str, mask: np.ndarray
 ) -> Batch:
-    """Returns a batch with one example in each row.
+    """Returns a batch with one example in each row, of the tokens in `mask`, `[B, T]`.
 
-    Args:
-      features: the features of the batch.
-      name: the entry name in `segment_ids` and `positions`.
-      mask: `[B, T]` bool, True for real tokens.
+    `name` is the entry in `segment_ids` and `positions`.
     """
     ids = mask.astype(np.int32)
     positions = np.arange(mask.shape[1], dtype=np.int32)
@@ -311,13 +303,7 @@ def with_segments(
 
 
 def check_row_length(length: int, seq_len: int, which: str = "") -> None:
-    """Raises a ValueError if a row is longer than T.
-
-    Args:
-      length: the length of the row.
-      seq_len: T.
-      which: text that names the sequence, such as " of 'inputs'".
-    """
+    """Raises a ValueError if a row is longer than T. `which` names the sequence."""
     if length > seq_len:
         raise ValueError(
             f"The row has length {length}{which}, beyond `seq_len={seq_len}`. Use a "

@@ -238,7 +238,7 @@ def check_not_nested(
     Args:
       examples: the examples, of which the first may be read.
       sequences: as for `ExampleSpec`.
-      lengths: `[N]` lengths of all examples by sequence; by None for a single one.
+      lengths: the `[N]` lengths of each sequence; by None for a single one.
     """
     ones = [name for name, x in lengths.items() if x.min() == x.max() == 1]
     if not ones:

@@ -206,8 +206,7 @@ def measure_difficulty(
       source: random-access source of examples.
       difficulty_fn: function from an example to a finite number; or a mapping from the
         name of each metric to such a function.
-      num_workers: number of worker processes; 0 measures in this process. The source
-        and the functions are pickled and sent to each worker.
+      num_workers, progress: as for `measure_lengths`.
       cache: folder in which measured values are stored. Processes may use the same
         folder or folders of their own. Later runs read these files, and a run that was
         killed measures only the shares that are missing.
@@ -215,7 +214,6 @@ def measure_difficulty(
         whenever a function, or a model that it calls, changes.
       processes: all participating processes, from `jb.Processes`. By default only this
         process measures.
-      progress: whether to show a progress bar on a terminal.
 
     Returns:
       `[n]` float64; with several metrics, a dict from the name of each to its `[n]`,

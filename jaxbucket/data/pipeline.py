@@ -73,9 +73,7 @@ def batch_dataset(
         examples have several sequences, each with its own length: a mapping from each
         sequence to the features that share its length, by default only itself. A
         feature in several of them has an axis for each, in the order of the mapping.
-      pad_value: number that fills padded positions and empty rows, or a mapping from
-        sequence feature to number (0 for features not named). A single nonzero number
-        is allowed only if there is one sequence feature.
+      pad_value: as for `collate_rows`.
       transform: random augmentation, `(example, rng) -> example`, which must keep the
         length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d
         object array, read with `example["audio"].item()`. `rng` is a

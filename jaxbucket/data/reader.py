@@ -96,17 +96,22 @@ class BatchReader:
         if self.transform is not None:
             check_function("transform", self.transform, "(example, rng)")
         self._set("pad_value", check_pad_value(self.pad_value))
+        declared: Mapping[str, np.ndarray]
         if isinstance(source, ZippedSource):
             declared, measured = source.lengths, self.schedule.parts or {}
             features = source.features
-        elif isinstance(source, TokenSource | SpanSource) and self.schedule.parts:
-            return
-        elif isinstance(source, TokenSource | SpanSource):
+        elif isinstance(source, TokenSource | SpanSource) and not self.schedule.parts:
             declared, measured = {"": source.lengths}, {"": self.schedule.lengths}
             features = source.sequences
         else:
             return
-        self._check_declared(declared, measured)
+        if set(declared) != set(measured):
+            raise ValueError(
+                f"`source` has the sequences {list(declared)}, but the plan has "
+                f"{list(measured)}. Plan with `source.lengths`."
+            )
+        for name, lengths in declared.items():
+            check_measured(lengths, measured[name])
         sequences = features if self.sequences is None else self.sequences
         self._set("sequences", sequences)
         can_gather = not isinstance(source, SpanSource) and self.transform is None
@@ -119,18 +124,6 @@ class BatchReader:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _check_declared(
-        self, declared: Mapping[str, Any], measured: Mapping[str, Any]
-    ) -> None:
-        """Raises a ValueError if the source declares lengths other than the plan's."""
-        if set(declared) != set(measured):
-            raise ValueError(
-                f"`source` has the sequences {list(declared)}, but the plan has "
-                f"{list(measured)}. Plan with `source.lengths`."
-            )
-        for name, lengths in declared.items():
-            check_measured(lengths, measured[name])
 
     @functools.cached_property
     def contents(self) -> str:

@@ -198,11 +198,8 @@ def concat_then_split(
     Args:
       source: random-access source of examples.
       max_seq_len: number of tokens T in every row.
-      lengths: `[N]` integers, the lengths of the examples, from `measure_lengths`. Not
-        needed if the source provides them, as a token file does.
+      lengths, sequences: as for `split_source`.
       seed: seed of the order in which examples are concatenated.
-      sequences: names of the features that are split. By default all features with a
-        leading axis.
 
     Returns:
       The source of parts, with the rows that they fill as `packing`.
@@ -271,12 +268,9 @@ def join_examples(
     Args:
       source: random-access source of examples, which are dicts of arrays.
       max_seq_len: maximum number of tokens T in a block of several examples.
-      lengths: `[N]` integers, the lengths of the examples, from `measure_lengths`. Not
-        needed if the source provides them, as a token file does.
+      lengths, sequences: as for `split_source`.
       documents: `[N]` integers, the document of each example. A document ends where the
         next example has a different number. By default all are one document.
-      sequences: names of the features that are joined. By default all features with a
-        leading axis.
 
     Returns:
       The source of blocks, with their `lengths` and the first example of each in

@@ -103,13 +103,7 @@ def _reopen(path: pathlib.Path, fingerprint: str) -> TokenFile:
 
 
 def _write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) -> None:
-    """Writes the index of the arrays in a folder.
-
-    Args:
-      folder: the folder of the token file.
-      names: names of all features.
-      sequences: names of the features with one entry per token.
-    """
+    """Writes the index of the arrays in a folder, those of `names` and the offsets."""
     paths = {name: _array_path(folder, name) for name in (*names, _OFFSETS)}
     files = {
         name: {"all": file_digest(path), "pages": _pages_digest(path)}
@@ -162,12 +156,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _map_array(path: pathlib.Path, digests: Mapping[str, str]) -> np.ndarray:
-    """Returns a memory-mapped array.
-
-    Args:
-      path: path of the `.npy` file.
-      digests: its digests in the index.
-    """
+    """Returns the array in a `.npy` file, whose digests in the index are given."""
     if not path.exists() or _pages_digest(path) != digests["pages"]:
         raise ValueError(
             f"{path} is missing, was truncated or changed, or is the array of a "

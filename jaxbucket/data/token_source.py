@@ -128,11 +128,8 @@ class TokenSource:
           rows: `[B]` integers, the example in each row, -1 for an empty row; or, for
             packed rows, `[B, max_segments]` with -1 after the last example of a row.
           bucket: the shape (B, T).
-          pad_value: number that fills padded positions and empty rows, or a mapping
-            from sequence feature to number (0 for features not named). A single nonzero
-            number is allowed only if there is one sequence feature.
-          truncate: whether to keep the first T tokens of longer examples instead of
-            raising.
+          pad_value: as for `collate_rows`.
+          truncate: whether to keep the first T tokens of longer examples.
           truncate_left: whether to keep their last T tokens.
 
         Raises:
@@ -233,7 +230,7 @@ class TokenSource:
         lengths: np.ndarray,
         bucket: Bucket,
     ) -> np.ndarray:
-        """Returns `[B, T, ...]`, the T tokens from each start in the filled rows.
+        """Returns the T tokens from each start in the filled rows, `[B, T, ...]`.
 
         Values after the length of a row are arbitrary.
         """
@@ -261,9 +258,7 @@ class TokenView(TokenSource):
     """Spans of the tokens of one or several token files.
 
     Attributes:
-      files: the token files.
-      lengths: `[N]` int32, the length of every example, read-only.
-      sequences: names of the features with one entry per token.
+      files, lengths, sequences, fingerprint: as in `TokenSource`.
       examples: `[N]` int64, the example of the viewed source that each example is a
         part of, or starts with.
       packing: the rows that the examples fill, after `concat_then_split`.

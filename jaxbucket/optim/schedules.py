@@ -11,7 +11,7 @@ the current learning rate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +21,7 @@ import optax
 
 from jaxbucket.base.checks import check_choice, check_float
 from jaxbucket.base.notes import Noting
-from jaxbucket.optim.batch_size import BatchScaling, Rule, size_in, wide_float
+from jaxbucket.optim.batch_size import Rule, batch_factor, size_in, wide_float
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # A count is stored as two integers, because int32 overflows at two billion tokens.
@@ -46,7 +46,7 @@ class ScaledSchedule:
     """A stateful schedule of optax, made by `scale_schedule`."""
 
     schedule: Any
-    scaling: BatchScaling
+    factor: Callable[[Mapping[str, Any]], jax.Array]
 
     def init(self) -> ScaledScheduleState:
         stateful = isinstance(self.schedule, WorkSchedule)
@@ -59,15 +59,14 @@ class ScaledSchedule:
         # There is no batch yet when optax initializes the state.
         if not extra:
             return value
-        return value * _like_a_number(self.scaling.factor(extra))
+        return value * _like_a_number(self.factor(extra))
 
     def update(self, state: ScaledScheduleState, **extra: Any) -> ScaledScheduleState:
         if isinstance(self.schedule, WorkSchedule):
             inner = self.schedule.update(state.inner, **extra)
         else:
             inner = optax.safe_increment(_step(state.inner, extra))
-        factor = self.scaling.factor(extra).astype(jnp.float32)
-        return ScaledScheduleState(factor, inner)
+        return ScaledScheduleState(self.factor(extra).astype(jnp.float32), inner)
 
     def _unscaled(self, inner: Any, extra: dict[str, Any]) -> jax.Array:
         if isinstance(self.schedule, WorkSchedule):
@@ -109,15 +108,8 @@ def scale_schedule(
 
     Args:
       schedule: a number, a schedule of optax, or the result of `schedule_by_work`.
-      base_examples: the number of examples per batch for which the learning rate was
-        tuned.
-      base_tokens: the number of real tokens instead of examples.
-      base_rows: the number of rows instead of examples, including empty rows, so that
-        all batches of a bucket have the same factor.
-      base_weight: the weight that the loss returns, the divisor of its mean, instead of
-        examples. Pass exactly one of the four.
-      rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
-        arXiv:1404.5997), "none", or a function from ratio to factor.
+      base_examples, base_tokens, base_rows, base_weight, rule: as for
+        `scale_by_batch_size`. Pass exactly one base.
 
     Returns:
       A stateful schedule for `optax.inject_hyperparams`.
@@ -134,14 +126,14 @@ def scale_schedule(
         )
     if not callable(schedule):
         check_float("schedule", schedule)
-    scaling = BatchScaling.from_options(
+    factor = batch_factor(
         rule,
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
         base_weight=base_weight,
     )
-    return ScaledSchedule(schedule, scaling)
+    return ScaledSchedule(schedule, factor)
 
 
 class WorkScheduleState(NamedTuple):
@@ -248,7 +240,7 @@ def learning_rate_at(
     """
     rate: Any
     if isinstance(schedule, ScaledSchedule):
-        rate = schedule.scaling.factor(sizes) * learning_rate_at(
+        rate = schedule.factor(sizes) * learning_rate_at(
             schedule.schedule,
             step,
             examples_before=examples_before,

@@ -222,30 +222,16 @@ class EpochRows(EpochBatches):
                 slot = slots(k, rows, own + int(self.flow.carried[k]))
             is_own = slot < own
             examples[places[is_own]] = self._examples[self._offsets[k] + slot[is_own]]
-            for source, is_there, source_rows in self._promoted_rows(k, slot):
-                remaining.append((source, places[is_there], source_rows))
+            # The rows that other buckets promote follow, bucket by bucket.
+            start = own
+            for source in np.flatnonzero(self.flow.targets == k).tolist():
+                end = start + self._promoted[source]
+                is_there = (start <= slot) & (slot < end)
+                if is_there.any():
+                    promoted = slot[is_there] - start + int(self.flow.rows[source])
+                    remaining.append((source, places[is_there], promoted))
+                start = end
         return examples
-
-    def _promoted_rows(
-        self, bucket: int, slot: np.ndarray
-    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yields the buckets whose promoted rows are in some slots of a bucket.
-
-        Args:
-          bucket: the bucket.
-          slot: `[n]` integers, slots of it.
-
-        Yields:
-          The other bucket; `[n]` bool, which slots hold a row of it; and these rows.
-        """
-        start = int(self.flow.counts[bucket])
-        for source in np.flatnonzero(self.flow.targets == bucket).tolist():
-            end = start + self._promoted[source]
-            is_there = (start <= slot) & (slot < end)
-            if is_there.any():
-                rows = slot[is_there] - start + int(self.flow.rows[source])
-                yield source, is_there, rows
-            start = end
 
 
 def sort_by_bucket(

@@ -155,9 +155,10 @@ class StreamReader:
 
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
+            policies = ", ".join(map(repr, self.limits.policies))
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example that is kept under "
-                f"`overlong={self.limits.overlong!r}`. Check its source."
+                f"`overlong={policies}`. Check its source."
             )
         if self._epoch + 1 == self.examples.num_epochs:
             self.counts.ended = True
