@@ -102,8 +102,7 @@ def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.nd
     if numbers.dtype.kind not in "iu" or not numbers.any() or (numbers < 0).any():
         raise ValueError(
             f"`{name}` is a mapping with the values {list(counts.values())[:8]}. Pass "
-            "length -> number of examples, integers that are not all 0; or for several "
-            "sequences, the name of each -> its lengths [N]."
+            "length -> number of examples, or the name of each sequence -> lengths [N]."
         )
     used = [length for length, number in counts.items() if number]
     return check_lengths(np.array(used), name), numbers[numbers > 0]

@@ -108,10 +108,3 @@ def transform_name(transform: Transform) -> str:
     while isinstance(transform, functools.partial):
         transform = transform.func
     return getattr(transform, "__qualname__", type(transform).__qualname__)
-
-
-def apply_transform(
-    transform: Transform, example: Example, rng: np.random.Generator
-) -> Example:
-    """Applies a transform to a copy, as a source may reuse its arrays."""
-    return transform(copy_features(example), rng)

@@ -91,9 +91,8 @@ class ExampleSpec:
             ]
             raise ValueError(
                 f"The example has the features {kinds[0]}, but others have {kinds[1]}. "
-                "Make them the same (also if empty: `np.array([], int)`), or name "
-                "features with a sequence axis in "
-                "`sequences` (in two sequences, if two axes differ in length)."
+                "Make them the same (also if empty: `np.array([], int)`), or name them "
+                "in `sequences` (in two sequences, if two axes differ in length)."
             )
         return arrays
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
+from jaxbucket.base.sizes import lengths_matrix
 
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
 UNITS: tuple[str, ...] = get_args(Unit)
@@ -107,13 +108,9 @@ def read_lengths(
             lengths = lengths if scale is None else _scaled(lengths, scale)
             least = int(len(read) == 1)
             found.append(check_lengths(lengths, least=least).astype(np.int32))
-    if len(found) > 1 and len({*map(len, found)}) == 1:
-        is_empty = ~np.any(found, axis=0)
-        if is_empty.any():
-            raise ValueError(
-                f"Row {int(np.argmax(is_empty))} of `{path}` has length 0 in all of "
-                f"{[*read]}. Remove it."
-            )
+    if len(found) > 1:
+        with Noting(f"These are columns of `{path}`."):
+            lengths_matrix(dict(zip(read, found, strict=True)), list(read))
     return found
 
 
@@ -266,14 +263,7 @@ def _json_array(path: pathlib.Path) -> Any:
 
 
 def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndarray:
-    """Returns the lengths of a part of a column.
-
-    Args:
-      values: an Arrow array.
-      name: the name of the column.
-      first: the row of the first value.
-      measure: how the values are measured.
-    """
+    """Returns the lengths of a part of a column, an Arrow array from row `first` on."""
     from pyarrow import compute, types
 
     kind = values.type
@@ -288,9 +278,8 @@ def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndar
     has_wrong_unit = not measure if is_text else bool(measure) and not is_list
     if is_nested or has_wrong_unit:
         raise ValueError(
-            f"Column {name!r} has values of {kind}. Text needs a unit, `jaxbucket "
-            f"measure --unit` {', '.join(UNITS)}; numbers and lists have none; and "
-            "anything else needs a function, `--length-fn module:function`."
+            f"Column {name!r} has values of {kind}. Only text has a `--unit`, one of "
+            f"{[*UNITS]}; values other than lengths and lists need a `--length-fn`."
         )
     if is_list:
         values = compute.call_function("list_value_length", [values])
@@ -341,7 +330,6 @@ def _chosen(names: Sequence[str], columns: Sequence[str]) -> Sequence[str]:
     if not is_clear or len({*chosen} & {*names}) < len(chosen):
         raise ValueError(
             f"`--column` names {list(columns)}, and the file has {list(names)}. Choose "
-            "one or several of these, each of them once, such as "
-            f"{' '.join(f'--column {name}' for name in names[:2])}."
+            "one or several of these, each of them once: `--column NAME`."
         )
     return chosen

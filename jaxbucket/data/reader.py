@@ -22,7 +22,6 @@ from jaxbucket.data.example import (
     Example,
     Sequences,
     Transform,
-    apply_transform,
     copy_features,
     transform_name,
 )
@@ -87,9 +86,8 @@ class BatchReader:
             )
         if len(source) != len(self.schedule.lengths):
             raise ValueError(
-                f"`source` has {len(source)} examples, and the schedule has "
-                f"{len(self.schedule.lengths)} lengths. Pass the source (such as its "
-                "`split_source`) that was measured."
+                f"`source` has {len(source)} examples for {len(self.schedule.lengths)} "
+                "lengths. Pass the source (or its `split_source`) that was measured."
             )
         for bucket in self.schedule.buckets:
             self.shard.cut(bucket)
@@ -209,7 +207,8 @@ class BatchReader:
         example = self.source[index]
         if self.transform is None:
             return example
-        return apply_transform(self.transform, example, draws.rng(index, place))
+        # A copy, because the source may reuse its arrays.
+        return self.transform(copy_features(example), draws.rng(index, place))
 
     def _check_lengths(self, index: int, example: Example) -> None:
         """Raises a ValueError unless an example has the lengths that were measured."""

@@ -257,7 +257,8 @@ class _Column:
                 f"Feature {name!r} cannot be stored as a file of this name. Rename it, "
                 "using letters, digits, '_' and '-'."
             )
-        if dtype.kind not in "biufc" or not _is_numpy_dtype(dtype):
+        # Types of ml_dtypes may be of kind "f", and are not numpy's own.
+        if dtype.kind not in "biufc" or dtype.isbuiltin == 2:
             raise ValueError(
                 f"Feature {name!r} is {dtype}, which a `.npy` file cannot store. "
                 "Convert it to float32 or int32, or store its `x.view(np.uint16)`."
@@ -287,12 +288,3 @@ class _Column:
             "shape": (self._length, *self._shape),
         }
         np.lib.format.write_array_header_1_0(self._file, header)
-
-
-def _is_numpy_dtype(dtype: np.dtype) -> bool:
-    """Returns whether the header of a `.npy` file preserves this dtype."""
-    descr = np.lib.format.dtype_to_descr(dtype)
-    try:
-        return np.lib.format.descr_to_dtype(descr) == dtype
-    except (TypeError, ValueError):
-        return False

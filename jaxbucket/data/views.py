@@ -171,11 +171,9 @@ class ZippedSource:
         """Returns the batch that `collate_rows` would return for these examples.
 
         Args:
-          rows: `[B]` or `[B, max_segments]` integers, -1 for an empty entry.
+          rows, pad_value: as for `TokenSource.collate`.
           bucket: the shape, with a T for each sequence.
-          pad_value: as for `collate_rows`.
-          truncate: the sequences that keep their first tokens.
-          truncate_left: the sequences that keep their last tokens.
+          truncate, truncate_left: the sequences that keep their first or last tokens.
         """
         names = [name for source in self.sources for name in source.sequences]
         pads = named_pad_values(pad_value, names)

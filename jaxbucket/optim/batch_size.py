@@ -73,10 +73,9 @@ def size_in(extra: Mapping[str, Any], name: str) -> jax.Array | np.ndarray:
         return size
     if size is None or np.shape(size) or isinstance(size, jax.Array):
         raise ValueError(
-            f"`{name}` is needed, one number for the whole global batch. Call "
-            f"`tx.update(grads, state, params, {_REMEDIES[name]})`, summed over all "
-            "micro-batches. Wrappers must forward extra arguments, as `optax.chain` "
-            "does."
+            f"`{name}` is needed, one number for all micro-batches of a global batch. "
+            f"Call `tx.update(grads, state, params, {_REMEDIES[name]})`. Wrappers must "
+            "forward extra arguments, as `optax.chain` does."
         )
     check_float(name, size, least=0)
     return np.asarray(size)

@@ -55,11 +55,14 @@ class ScaledSchedule:
 
     def __call__(self, state: ScaledScheduleState, **extra: Any) -> jax.Array:
         _check_is_state(state, ScaledScheduleState)
-        value = self._unscaled(state.inner, extra)
+        if isinstance(self.schedule, WorkSchedule):
+            value = self.schedule(state.inner, **extra)
+        elif callable(self.schedule):
+            value = _like_a_number(self.schedule(_step(state.inner, extra)))
+        else:
+            value = _like_a_number(self.schedule)
         # There is no batch yet when optax initializes the state.
-        if not extra:
-            return value
-        return value * _like_a_number(self.factor(extra))
+        return value * _like_a_number(self.factor(extra)) if extra else value
 
     def update(self, state: ScaledScheduleState, **extra: Any) -> ScaledScheduleState:
         if isinstance(self.schedule, WorkSchedule):
@@ -67,13 +70,6 @@ class ScaledSchedule:
         else:
             inner = optax.safe_increment(_step(state.inner, extra))
         return ScaledScheduleState(self.factor(extra).astype(jnp.float32), inner)
-
-    def _unscaled(self, inner: Any, extra: dict[str, Any]) -> jax.Array:
-        if isinstance(self.schedule, WorkSchedule):
-            return self.schedule(inner, **extra)
-        if callable(self.schedule):
-            return _like_a_number(self.schedule(_step(inner, extra)))
-        return _like_a_number(self.schedule)
 
 
 def scale_schedule(
@@ -208,8 +204,7 @@ def schedule_by_work(
     check_choice("work", work, ("examples", "tokens"))
     if isinstance(schedule, ScaledSchedule | WorkSchedule) or not callable(schedule):
         raise ValueError(
-            f"`schedule={schedule!r}`: pass a schedule of optax, such as "
-            "`optax.warmup_cosine_decay_schedule(...)`, and the result to "
+            f"`schedule={schedule!r}`: pass a schedule of optax, and the result to "
             "`scale_schedule`."
         )
     return WorkSchedule(schedule, work)
@@ -294,8 +289,7 @@ def _step(counted: jax.Array, extra: dict[str, Any]) -> jax.Array:
 def _check_is_state(state: Any, kind: type) -> None:
     if not isinstance(state, kind):
         raise ValueError(
-            "This schedule depends on the batch, so it works only inside "
-            "`optax.inject_hyperparams`. Write "
+            "This schedule depends on the batch. Write "
             "`optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)`."
         )
 

@@ -67,9 +67,8 @@ class BatchCounts:
         known = NAMED.get(order) if isinstance(order, str) else order
         if not isinstance(known, Drawn):
             raise ValueError(
-                f"`order={order!r}` depends on the examples, and not only on the "
-                "number of each length. Pass 'spread', 'shuffled' or "
-                "`GroupedByLength()`."
+                f"`order={order!r}` depends on more than the number of each length. "
+                "Pass 'spread', 'shuffled' or `GroupedByLength()`."
             )
         together = accumulate if group == "same" else 1
         self.plan, self.tally = plan, Tally.of(plan, lengths)

@@ -50,10 +50,9 @@ class BatchSampler:
     ):
         if schedule.names:
             raise ValueError(
-                f"`schedule` is a mixture with the names {list(schedule.names)}, but "
-                "the indices of one source are needed here. Pass a `Mixture` of a list "
-                "of schedules and concatenate the sources with `jb.data.concatenate`, "
-                "or use `batch_dataset`."
+                f"`schedule` is a mixture of the sources {list(schedule.names)}. Pass "
+                "a `Mixture` of a list of schedules, with `jb.data.concatenate` of the "
+                "sources, or use `batch_dataset`."
             )
         self._schedule = schedule
         self._shard = checked_shard(shard)

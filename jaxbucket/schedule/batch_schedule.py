@@ -292,9 +292,8 @@ class BatchSchedule(Schedule):
         """
         if self._order.replacement:
             raise ValueError(
-                "A report requires that an epoch has every example once. This does not "
-                "hold with `replacement=True`. Count the rows of batches instead: "
-                "`schedule.micro_batches(step)` has those of a step."
+                "With `replacement=True`, an epoch has no exact numbers. Count the "
+                "rows of its batches instead: `schedule.micro_batches(step)`."
             )
         lengths, columns, others = self._row_lengths, self.columns, 0
         if self.subset is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from jaxbucket.base.sizes import total_lengths
 from jaxbucket.plan.flow.remainder import Remainder, epoch_flow
 from jaxbucket.plan.reports.epoch import report
 from jaxbucket.plan.tally import Tally
+from jaxbucket.schedule.base import assign_subset
 from jaxbucket.schedule.pacing import Unit
 from jaxbucket.schedule.packed_rows import PackedRows
 
@@ -77,8 +78,7 @@ class EpochBatches:
         if not self.num_batches:
             raise ValueError(
                 f"`overlong={plan.overlong!r}` and `remainder={remainder!r}` leave out "
-                "every example: all are too long, or no bucket has a full batch. Plan "
-                "with a larger `max_seq_len` or a smaller `max_tokens`."
+                "every example. Raise `max_seq_len`, or lower `max_tokens`."
             )
 
     def positions(self, step: int) -> range:
@@ -110,11 +110,9 @@ class EpochRows(EpochBatches):
     promoted, or dropped.
 
     Args:
-      plan: the buckets.
+      plan, remainder, group, batches_per_step: as for `EpochBatches`.
       lengths: `[N]` integers that the plan accepts, or `[N, Q]`.
-      remainder: the policy for examples that do not fill a batch.
       within: how the examples of a bucket are sorted.
-      group, batches_per_step: as for `EpochBatches`.
       packed: the examples of packed rows; None if a row is an example.
       subset: `[N]` bool, the examples of an epoch; None for all.
       stored: the file of a copy of the examples by bucket that the processes of a host
@@ -171,8 +169,7 @@ class EpochRows(EpochBatches):
         Args:
           unit: "epochs"; "steps", an integer for the step of the batch; or "tokens",
             the real tokens in these steps if every step had the mean number.
-          epoch: the epoch, counted from 0.
-          position: the position of the batch in the epoch.
+          epoch, position: the epoch, and the position of the batch in it.
         """
         if unit == "epochs":
             return epoch + position / self.num_batches
@@ -182,14 +179,9 @@ class EpochRows(EpochBatches):
         return step * self.tokens_per_epoch / self.steps_per_epoch
 
     def largest(self, values: np.ndarray, epoch: int) -> np.ndarray:
-        """Returns the largest value of the examples of each row in an epoch.
+        """Returns the largest value of the examples of each row in an epoch, `[R]`.
 
-        Args:
-          values: numbers, one per example.
-          epoch: the epoch, counted from 0.
-
-        Returns:
-          `[N]` numbers, which are `values` unless rows are packed.
+        These are `values`, a number for each example, unless rows are packed.
         """
         return values if self._packed is None else self._packed.largest(values, epoch)
 
@@ -266,7 +258,10 @@ def sort_by_bucket(
     """
     ends = np.cumsum(counts)
     places = ends - counts
-    for start, index in _assigned(plan, lengths, subset):
+    start = 0
+    for part in chunks(lengths):
+        used = None if subset is None else subset[start : start + len(part)]
+        index = assign_subset(plan, part, used)
         # numpy uses a radix sort, which is linear, for 16-bit integers.
         order = np.argsort(index, kind="stable")
         edges = np.searchsorted(index[order], np.arange(len(plan) + 1)).tolist()
@@ -274,27 +269,10 @@ def sort_by_bucket(
             place = places[bucket]
             out[place : place + last - first] = start + order[first:last]
         places += np.diff(edges)
+        start += len(part)
     if within == "source":
         return
     sign, totals = -1 if within == "descending" else 1, total_lengths(lengths)
     for part in np.split(out, ends[:-1]):
         key = sign * totals[part].astype(np.int64)
         part[:] = part[np.argsort(key, kind="stable")]
-
-
-def _assigned(
-    plan: BucketPlan, lengths: np.ndarray, subset: np.ndarray | None
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields the first of consecutive examples, and their buckets, `[n]` int16."""
-    start = 0
-    for part in chunks(lengths):
-        stop = start + len(part)
-        if subset is None:
-            index = plan.assign(part)
-        else:
-            is_used = subset[start:stop]
-            index = np.full(len(part), -1, np.int16)
-            if is_used.any():
-                index[is_used] = plan.assign(part[is_used])
-        yield start, index
-        start = stop

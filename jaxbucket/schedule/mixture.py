@@ -190,9 +190,8 @@ class Mixture(CombinedSchedule):
         numbers = sorted({schedule.accumulate for schedule in self.schedules})
         if len(numbers) > 1 or (numbers[0] > 1 and accumulate > 1):
             raise ValueError(
-                f"`schedules` have `accumulate` of {numbers}, and the mixture has "
-                f"{accumulate}. Set `accumulate` only for the mixture, or the same "
-                "number for each component."
+                f"`schedules` have `accumulate` of {numbers}, the mixture {accumulate}."
+                " Set it only for the mixture, or to the same for each component."
             )
         self.accumulate = max(numbers[0], accumulate)
         return accumulate

@@ -186,10 +186,8 @@ class ShuffledEpochs:
     """Numbers the batches of an epoch by bucket, and permutes the numbers.
 
     Args:
-      rows: the rows of an epoch; without its examples, only `number` can be called.
-      seed: the seed of all random choices.
-      first: the number of the batch that comes first in the first epoch; None for the
-        usual order.
+      rows, seed, first: as for `Order.epoch_order`. If the rows have no examples, only
+        `number` can be called.
     """
 
     def __init__(self, rows: EpochBatches, seed: int, first: int | None):

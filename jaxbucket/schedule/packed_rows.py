@@ -74,10 +74,9 @@ class PackedRows:
         if not np.array_equal(slot_lengths[slots], ordered):
             raise ValueError(
                 f"`packing` was created for {len(slots)} examples with "
-                f"{packing.slot_lengths.sum()} tokens, which are not the "
-                f"{len(ordered)} examples of `lengths` that take part. The data, the "
-                "`subset` or the plan's `overlong` are not those of the packing: pack "
-                "the lengths of the subset, with `overlong` of the plan."
+                f"{packing.slot_lengths.sum()} tokens, and not for the {len(ordered)} "
+                "examples of `lengths` that take part. The data, the `subset` or the "
+                "plan's `overlong` differ: pack with those of the schedule."
             )
         # Every length has as many slots as examples, so sorted slots match examples.
         self._places = np.empty(len(slots), slots.dtype)
@@ -130,12 +129,7 @@ class PackedRows:
         return self._examples[starts + permute_each(places - starts, sizes, keys)]
 
     def largest(self, values: np.ndarray, epoch: int) -> np.ndarray:
-        """Returns the largest value of the examples of each row in an epoch, `[R]`.
-
-        Args:
-          values: `[N]` numbers, one per example.
-          epoch: the epoch, counted from 0.
-        """
+        """Returns the largest value of the examples of each row in an epoch, `[R]`."""
         starts = self._packing.row_splits[:-1]
         examples = self._drawn(epoch, np.arange(self._packing.num_examples))
         return np.maximum.reduceat(values[examples], starts)
@@ -148,10 +142,8 @@ class _SlotsByDifficulty:
     at 4 bytes per example each.
 
     Args:
-      packing: the packing.
-      examples: `[n]` integers, the packed examples by length.
-      lengths: `[n]` integers, their lengths.
-      slot_lengths: `[n]` integers, the lengths of the slots.
+      packing: the packing, with the `slot_lengths` of its n slots.
+      examples, lengths: `[n]` integers each, the packed examples and their lengths.
       difficulty: `[N]` numbers, one per example of the source.
       seed: the seed of all random choices.
     """
@@ -246,8 +238,8 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
         cheapest(columns, plan.seq_lens, plan.costs / plan.batch_sizes) < 0
     ):
         raise ValueError(
-            f"`packing` has rows of up to {columns.max(axis=0).tolist()} tokens, which "
-            f"`plan` with {plan.buckets[-1]} as its longest bucket does not hold. Plan "
-            "for `packing.row_lengths` with `boundaries=packing.seq_lens`."
+            f"`packing` has rows of up to {columns.max(axis=0).tolist()} tokens, above "
+            f"{plan.buckets[-1]}, the last of `plan`. Plan for `packing.row_lengths` "
+            "with `boundaries=packing.seq_lens`."
         )
     return plan.unpacked.check(lengths)

@@ -98,9 +98,8 @@ class Cluster:
         if self.step_seconds is None:
             if plan.cost_unit != SECONDS:
                 raise ValueError(
-                    f"The costs of `plan` are in {plan.cost_unit}, not in seconds. "
-                    "Pass `step_seconds`, such as `StepTime.fit(...)`; on the command "
-                    "line, --step-times or --per-second."
+                    f"The costs of `plan` are in {plan.cost_unit}. Pass `step_seconds`"
+                    ", on the command line --step-times or --per-second."
                 )
             return np.asarray(plan.costs, np.float64)
         step = self.step_seconds

@@ -162,8 +162,7 @@ def _replayed(work: float, num_steps: int, cluster: Cluster) -> tuple[int, np.nd
     if not np.isfinite(costs).all():
         raise ValueError(
             f"`checkpoint_steps={interval}` take {interval * step:,.0f} s, and no such "
-            "time passes without a fault. Write checkpoints more often, on fewer "
-            "hosts, or with more `hours_between_faults`."
+            "time passes without a fault. Lower it, or `num_hosts`."
         )
     return interval, costs
 

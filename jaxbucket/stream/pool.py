@@ -128,14 +128,11 @@ class PaddedPool(Pool):
             fullest = [k for k, number in enumerate(full) if number == most]
             return min(fullest, key=lambda k: self._buckets[k][0].index)
         if ended:
-            return self._cheapest_of_remainder(rows)
+            # The shortest bucket of the cheapest batches for all examples.
+            costs = self._plan.costs * rows / self._plan.batch_sizes
+            flow = epoch_flow(self._plan, self.rows_needed(), rows, costs)
+            return int((flow.batches > 0).argmax())
         return min(range(len(rows)), key=lambda k: self._unused(k, rows[k]))
-
-    def _cheapest_of_remainder(self, rows: Sequence[int]) -> int:
-        """Returns the shortest bucket of the cheapest batches for all examples."""
-        costs = self._plan.costs * rows / self._plan.batch_sizes
-        flow = epoch_flow(self._plan, self.rows_needed(), rows, costs)
-        return int((flow.batches > 0).argmax())
 
     def rows_needed(self) -> list[int]:
         return [len(queue) for queue in self._buckets]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grain
 
 from jaxbucket.base.notes import Noting
-from jaxbucket.data.example import Example, apply_transform, copy_features
+from jaxbucket.data.example import Example, copy_features
 from jaxbucket.schedule.example_draws import example_rng
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.loader import add_checksum
@@ -146,7 +146,8 @@ class StreamReader:
         if transform is None:
             return example
         rng = example_rng(self.examples.seed, self.part, epoch, index)
-        return apply_transform(transform, example, rng)
+        # A copy, because the stream may reuse its arrays.
+        return transform(copy_features(example), rng)
 
     def _opened(self) -> grain.DatasetIterator[Example]:
         if self._iterator is None:

@@ -208,9 +208,7 @@ class StreamRun:
     def position(self, step: int, **options: Any) -> DataPosition:
         """Returns the position before a step.
 
-        Args:
-          step: the next step.
-          options: what the batches before it also depend on in this process.
+        `options` are what else its batches depend on in this process.
         """
         # The plan of the next step may change until this step is done.
         phase = self.phase_at(max(step - 1, 0))
@@ -298,9 +296,8 @@ def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
         of_bucket = shard.of(bucket)
         if len(of_bucket.parts) * shard.cut(bucket) > len(shard.parts):
             raise ValueError(
-                f"`shard` divides the rows of {bucket} over several processes, but "
-                "each process batches a stream of its own. Let at most the devices of "
-                "a process share a row: `data_mesh(max_row_shards=)`."
+                f"`shard` divides the rows of {bucket} over processes, and each has a "
+                "stream of its own. Lower `data_mesh(max_row_shards=)` to its devices."
             )
         rows.append(len(of_bucket.rows(bucket.batch_size)))
     needed = max(rows) * batches
