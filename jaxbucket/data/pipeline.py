@@ -70,9 +70,7 @@ def batch_dataset(
         `num_steps`.
       sequences: names of the features that are padded. By default those of the source
         if it declares them, as a token file does; else all with a leading axis. If
-        examples have several sequences, each with its own length: a mapping from each
-        sequence to the features that share its length, by default only itself. A
-        feature in several of them has an axis for each, in the order of the mapping.
+        examples have several sequences: a mapping, as for `collate_rows`.
       pad_value: as for `collate_rows`.
       transform: random augmentation, `(example, rng) -> example`, which must keep the
         length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d

@@ -55,7 +55,7 @@ class FeatureTemplate(NamedTuple):
     component: str = ""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class BatchReader:
     """Reads the batches of a schedule from a source.
 
@@ -75,9 +75,10 @@ class BatchReader:
     sequences: Sequences
     pad_value: PadValue
     transform: Transform | None = None
-    _gathers: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
+        # Whether the source makes whole batches.
+        self._gathers = False
         source = self.source
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ValueError(
@@ -93,7 +94,7 @@ class BatchReader:
             self.shard.cut(bucket)
         if self.transform is not None:
             check_function("transform", self.transform, "(example, rng)")
-        self._set("pad_value", check_pad_value(self.pad_value))
+        self.pad_value = check_pad_value(self.pad_value)
         declared: Mapping[str, np.ndarray]
         if isinstance(source, ZippedSource):
             declared, measured = source.lengths, self.schedule.parts or {}
@@ -110,18 +111,15 @@ class BatchReader:
             )
         for name, lengths in declared.items():
             check_measured(lengths, measured[name])
-        sequences = features if self.sequences is None else self.sequences
-        self._set("sequences", sequences)
+        if self.sequences is None:
+            self.sequences = features
         can_gather = not isinstance(source, SpanSource) and self.transform is None
-        if can_gather and axis_labels(sequences) != axis_labels(features):
+        if can_gather and axis_labels(self.sequences) != axis_labels(features):
             raise ValueError(
-                f"`sequences={sequences}`, but the source has {features}. Remove "
+                f"`sequences={self.sequences}`, but the source has {features}. Remove "
                 "`sequences`, or write the files with these sequences."
             )
-        self._set("_gathers", can_gather)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+        self._gathers = can_gather
 
     @functools.cached_property
     def contents(self) -> str:

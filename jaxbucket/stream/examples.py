@@ -8,12 +8,7 @@ from typing import Any, TypeAlias, cast
 
 import grain
 
-from jaxbucket.base.checks import (
-    check_function,
-    check_positive,
-    check_seed,
-    check_type,
-)
+from jaxbucket.base.checks import check_function, check_positive, check_seed, check_type
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.permutation import fold
 from jaxbucket.data.example import (
@@ -56,9 +51,7 @@ class ExampleStream:
         forever. Batches may mix the examples of consecutive epochs. A run may resume
         with a different number, unless its stream had already ended.
       sequences: the features that are padded; by default all with a leading axis. If
-        examples have several sequences: a mapping from each to the features that share
-        its length, by default only itself. A feature in several of them has an axis for
-        each, in the order of the mapping.
+        examples have several sequences: a mapping, as for `collate_rows`.
       pad_value: the value of padding: a number for all sequences, or a dict
         `{feature: number}`.
       transform: `(example, rng) -> example`, random augmentation, which may change the
