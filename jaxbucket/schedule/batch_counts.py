@@ -8,7 +8,7 @@ from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.sizes import Counted
 from jaxbucket.plan.flow.remainder import Remainder, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.base import check_step
 from jaxbucket.schedule.epoch_rows import EpochBatches
@@ -70,20 +70,17 @@ class BatchCounts:
                 f"`order={order!r}` depends on more than the number of each length. "
                 "Pass 'spread', 'shuffled' or `GroupedByLength()`."
             )
-        together = accumulate if group == "same" else 1
         self.plan, self.tally = plan, Tally.of(plan, lengths)
         self.batches = EpochBatches(
             plan,
             self.tally.examples,
             remainder=remainder,
-            group=together,
-            batches_per_step=accumulate // together,
+            accumulate=accumulate,
+            group=group,
         )
         self._repeats = remainder == "repeat"
         self._epochs = known.epochs(self.batches, check_seed(seed), None)
-        self.report: Report = report(
-            plan, lengths, remainder=remainder, accumulate=accumulate, group=group
-        )
+        self.report: Report = self.batches.report(lengths)
 
     @property
     def steps_per_epoch(self) -> int:

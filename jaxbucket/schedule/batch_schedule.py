@@ -26,7 +26,7 @@ from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, changed_examples, report
+from jaxbucket.plan.reports.epoch import Report, changed_examples
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.epoch_rows import EpochRows
@@ -200,15 +200,13 @@ class BatchSchedule(Schedule):
             self._packed_rows = PackedRows(
                 packing, plan, columns, is_kept, slot_seed, difficulty
             )
-        # A step is either one tall batch of a single bucket or several batches.
-        batches_together = self.accumulate if self.group == "same" else 1
         self._rows = EpochRows(
             plan if packing is None else plan.unpacked,
             self._row_lengths,
             remainder=self.remainder,
             within=self._order.within,
-            group=batches_together,
-            batches_per_step=self.accumulate // batches_together,
+            accumulate=self.accumulate,
+            group=self.group,
             packed=self._packed_rows,
             subset=self.subset if packing is None else None,
             stored=self._stored(lengths) if packing is None else None,
@@ -300,13 +298,7 @@ class BatchSchedule(Schedule):
             others = int(np.count_nonzero(~self.subset))
             columns = columns[self.subset]
             lengths = columns if self.packing is None else lengths
-        epoch = report(
-            self._rows.plan,
-            lengths,
-            remainder=self.remainder,
-            accumulate=self.accumulate,
-            group=self.group,
-        )
+        epoch = self._rows.report(lengths)
         epoch = dataclasses.replace(epoch, unselected_examples=others)
         rows = self._fixed_rows()
         if self.packing is not None:

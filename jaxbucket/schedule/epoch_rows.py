@@ -18,10 +18,11 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.length_counts import chunks
 from jaxbucket.base.permutation import fold, permute
+from jaxbucket.base.policies import Group
 from jaxbucket.base.shared_array import shared_array
-from jaxbucket.base.sizes import total_lengths
+from jaxbucket.base.sizes import Counted, total_lengths
 from jaxbucket.plan.flow.remainder import Remainder, epoch_flow
-from jaxbucket.plan.reports.epoch import report
+from jaxbucket.plan.reports.epoch import Report, report
 from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.base import assign_subset
 from jaxbucket.schedule.pacing import Unit
@@ -45,7 +46,8 @@ class EpochBatches:
       counts: `[K]` integers, the number of examples that the plan assigns to each
         bucket.
       remainder: the policy for examples that do not fill a batch.
-      group: the number of batches of a bucket that are treated as one batch here.
+      accumulate: the number of micro-batches in a step.
+      group: whether these share a bucket, and are one batch here.
 
     Attributes:
       plan: the buckets.
@@ -65,21 +67,30 @@ class EpochBatches:
         counts: np.ndarray,
         *,
         remainder: Remainder = "cheapest",
-        group: int = 1,
-        batches_per_step: int = 1,
+        accumulate: int = 1,
+        group: Group = "same",
     ):
+        # A step is either one tall batch of a single bucket or several batches.
+        together = accumulate if group == "same" else 1
         self.plan = plan
-        self.sizes = plan.batch_sizes * group
+        self.sizes = plan.batch_sizes * together
         self.flow = epoch_flow(plan, counts, self.sizes, plan.costs, remainder)
         self.num_batches = self.flow.num_batches
-        self.batches_per_step = batches_per_step
-        self.steps_per_epoch = -(-self.num_batches // batches_per_step)
+        self.batches_per_step = accumulate // together
+        self.steps_per_epoch = -(-self.num_batches // self.batches_per_step)
+        self._report = functools.partial(
+            report, plan, remainder=remainder, accumulate=accumulate, group=group
+        )
         self._first_batch = np.cumsum(self.flow.batches) - self.flow.batches
         if not self.num_batches:
             raise ValueError(
                 f"`overlong={plan.overlong!r}` and `remainder={remainder!r}` leave out "
                 "every example. Raise `max_seq_len`, or lower `max_tokens`."
             )
+
+    def report(self, lengths: Counted) -> Report:
+        """Returns the exact numbers of an epoch of examples with these lengths."""
+        return self._report(lengths)
 
     def positions(self, step: int) -> range:
         """Returns the positions of the batches of a step of the epoch."""
@@ -110,7 +121,7 @@ class EpochRows(EpochBatches):
     promoted, or dropped.
 
     Args:
-      plan, remainder, group, batches_per_step: as for `EpochBatches`.
+      plan, remainder, accumulate, group: as for `EpochBatches`.
       lengths: `[N]` integers that the plan accepts, or `[N, Q]`.
       within: how the examples of a bucket are sorted.
       packed: the examples of packed rows; None if a row is an example.
@@ -126,23 +137,22 @@ class EpochRows(EpochBatches):
         *,
         remainder: Remainder = "cheapest",
         within: Within = "source",
-        group: int = 1,
-        batches_per_step: int = 1,
+        accumulate: int = 1,
+        group: Group = "same",
         packed: PackedRows | None = None,
         subset: np.ndarray | None = None,
         stored: pathlib.Path | None = None,
     ):
-        self._group, self._packed = group, packed
+        self._packed = packed
         self._lengths = lengths if subset is None else lengths[subset]
-        self._remainder: Remainder = remainder
         self._num_examples = len(lengths)
         counts = Tally.of(plan, self._lengths).examples
         super().__init__(
             plan,
             counts,
             remainder=remainder,
+            accumulate=accumulate,
             group=group,
-            batches_per_step=batches_per_step,
         )
         self._examples = shared_array(
             stored,
@@ -156,12 +166,7 @@ class EpochRows(EpochBatches):
     @functools.cached_property
     def tokens_per_epoch(self) -> int:
         """The number of real tokens in an epoch, the mean if epochs differ."""
-        return report(
-            self.plan,
-            self._lengths,
-            remainder=self._remainder,
-            accumulate=self._group,
-        ).real_tokens
+        return self.report(self._lengths).real_tokens
 
     def progress(self, unit: Unit, epoch: int, position: int) -> float:
         """Returns the progress of training before a batch.
