@@ -286,17 +286,15 @@ def join_examples(
     longest = min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)
     known = _known_lengths(source, lengths)
     splits = _block_splits(known, longest, _document_ends(documents, len(source)))
-    firsts = splits[:-1]
+    firsts, counts = splits[:-1], np.diff(splits)
     blocks = np.add.reduceat(known, firsts, dtype=np.int64)
     if isinstance(source, TokenSource):
         _check_only_sequences(sorted(source[0].keys() - set(source.sequences)))
         may_break = np.zeros(len(known), bool)
         may_break[firsts] = True
         if (source.adjacent() | may_break[1:]).all():
-            return _spans(source, known, sequences, (firsts, firsts * 0, blocks))
-    sequences = check_sequences(source, sequences)
-    spans = (firsts, firsts * 0, blocks)
-    return SpanSource(source, known, sequences, spans, np.diff(splits))
+            counts = None
+    return _spans(source, known, sequences, (firsts, firsts * 0, blocks), counts)
 
 
 def _spans(
@@ -304,11 +302,13 @@ def _spans(
     known: np.ndarray,
     sequences: Sequence[str] | None,
     spans: tuple[np.ndarray, np.ndarray, np.ndarray],
+    counts: np.ndarray | None = None,
 ) -> Spans:
+    """Returns a view of a token file, or a `SpanSource`, which has these arguments."""
     names = check_sequences(source, sequences)
-    if isinstance(source, TokenSource):
+    if counts is None and isinstance(source, TokenSource):
         return source.view(*spans)
-    return SpanSource(source, known, names, spans)
+    return SpanSource(source, known, names, spans, counts)
 
 
 def check_sequences(
