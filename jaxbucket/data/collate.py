@@ -107,8 +107,8 @@ def collate_rows(
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
-            f"`rows` has {len(rows)} entries, but bucket {bucket} has "
-            f"{bucket.batch_size} rows. Pass at most {bucket.batch_size} entries."
+            f"`rows` has {len(rows)} entries. Pass at most {bucket.batch_size}, the "
+            f"rows of {bucket}."
         )
     segments = [_segments(entry, max_segments) for entry in rows]
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None

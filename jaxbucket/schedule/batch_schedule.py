@@ -1,9 +1,4 @@
-"""The batch schedule: which examples fill which bucket at which step.
-
-A schedule has no state that advances. `schedule[step]` depends only on the plan, the
-lengths and the options, such as the seed. So every host computes the same batches, and
-a run resumes from a single integer.
-"""
+"""The batch schedule: which examples fill which bucket at which step."""
 
 from __future__ import annotations
 

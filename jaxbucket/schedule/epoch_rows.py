@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -29,13 +28,6 @@ from jaxbucket.schedule.pacing import Unit
 from jaxbucket.schedule.packed_rows import PackedRows
 
 Within: TypeAlias = Literal["source", "ascending", "descending"]
-# (bucket, `[n]` rows, number of slots) -> `[n]` slots, by a permutation of all slots.
-Slots: TypeAlias = Callable[[int, np.ndarray, int], np.ndarray]
-
-
-def shuffled_slots(seed: int, epoch: int) -> Slots:
-    """Returns the function from rows to slots of one shuffled epoch."""
-    return lambda bucket, row, size: permute(row, size, fold(seed, epoch, bucket))
 
 
 class EpochBatches:
@@ -121,13 +113,14 @@ class EpochRows(EpochBatches):
     promoted, or dropped.
 
     Args:
-      plan, remainder, accumulate, group: as for `EpochBatches`.
+      plan: the buckets.
       lengths: `[N]` integers that the plan accepts, or `[N, Q]`.
       within: how the examples of a bucket are sorted.
       packed: the examples of packed rows; None if a row is an example.
       subset: `[N]` bool, the examples of an epoch; None for all.
       stored: the file of a copy of the examples by bucket that the processes of a host
         share; None if this process has its own.
+      options: `remainder`, `accumulate` and `group`, as for `EpochBatches`.
     """
 
     def __init__(
@@ -135,25 +128,17 @@ class EpochRows(EpochBatches):
         plan: BucketPlan,
         lengths: np.ndarray,
         *,
-        remainder: Remainder = "cheapest",
         within: Within = "source",
-        accumulate: int = 1,
-        group: Group = "same",
         packed: PackedRows | None = None,
         subset: np.ndarray | None = None,
         stored: pathlib.Path | None = None,
+        **options: Any,
     ):
         self._packed = packed
         self._lengths = lengths if subset is None else lengths[subset]
         self._num_examples = len(lengths)
         counts = Tally.of(plan, self._lengths).examples
-        super().__init__(
-            plan,
-            counts,
-            remainder=remainder,
-            accumulate=accumulate,
-            group=group,
-        )
+        super().__init__(plan, counts, **options)
         self._examples = shared_array(
             stored,
             int(counts.sum()),
@@ -206,17 +191,21 @@ class EpochRows(EpochBatches):
         return self._examples[first : first + int(self.flow.counts[bucket])]
 
     def examples(
-        self, bucket: int, row: np.ndarray, slots: Slots | None = None
+        self, bucket: int, row: np.ndarray, seed: int | None = None, epoch: int = 0
     ) -> np.ndarray:
-        """Returns the `[n]` int64 examples in the `[n]` rows of a bucket."""
+        """Returns the `[n]` int64 examples in the `[n]` rows of a bucket.
+
+        Rows take slots in order; or, with a seed, by the permutations of an epoch.
+        """
         examples = np.empty(len(row), np.int64)
         remaining = [(bucket, np.arange(len(row)), row)]
         while remaining:
             k, places, rows = remaining.pop()
             own = int(self.flow.counts[k])
             slot = rows
-            if slots is not None:
-                slot = slots(k, rows, own + int(self.flow.carried[k]))
+            if seed is not None:
+                size = own + int(self.flow.carried[k])
+                slot = permute(rows, size, fold(seed, epoch, k))
             is_own = slot < own
             examples[places[is_own]] = self._examples[self._offsets[k] + slot[is_own]]
             # The rows that other buckets promote follow, bucket by bucket.

@@ -14,12 +14,7 @@ import numpy as np
 
 from jaxbucket.base.checks import check_choice, check_positive, check_type
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
-from jaxbucket.schedule.epoch_rows import (
-    EpochBatches,
-    EpochRows,
-    Within,
-    shuffled_slots,
-)
+from jaxbucket.schedule.epoch_rows import EpochBatches, EpochRows, Within
 from jaxbucket.schedule.spread import spread_updates
 
 OrderName: TypeAlias = Literal[
@@ -202,7 +197,7 @@ class ShuffledEpochs:
     def _examples(self, epoch: int, bucket: int, row: np.ndarray) -> np.ndarray:
         """Returns the examples in the `[n]` rows of a bucket."""
         rows = cast(EpochRows, self._rows)
-        return rows.examples(bucket, row, shuffled_slots(self._seed, epoch))
+        return rows.examples(bucket, row, self._seed, epoch)
 
     def number(self, epoch: int, position: int) -> int:
         """Returns the number of the batch at a position of an epoch.

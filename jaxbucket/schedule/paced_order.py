@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
+from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.metric import OpenExamples
 from jaxbucket.schedule.recent import recent
 
@@ -76,7 +76,7 @@ class PacedOrder:
     def _examples(self, epoch: int, bucket: int) -> np.ndarray:
         """Returns the rows that a bucket has in a shuffled epoch."""
         row = np.arange(self._rows.flow.rows[bucket])
-        return self._rows.examples(bucket, row, shuffled_slots(self._seed, epoch))
+        return self._rows.examples(bucket, row, self._seed, epoch)
 
 
 class _Pool:

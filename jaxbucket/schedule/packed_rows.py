@@ -183,19 +183,16 @@ class _SlotsByDifficulty:
         fractions = (permute(np.arange(size), size, key) << _PLACE_BITS) // size
         places = (self._places << _PLACE_BITS) + fractions * self._moves
         examples = self._sorted[np.lexsort((places, self._lengths))]
-        slots = self._slots(epoch)
-        slots = slots[_by_length(self._slot_lengths[slots])]
-        assigned = np.empty_like(examples)
-        assigned[slots] = examples
-        return assigned
-
-    def _slots(self, epoch: int) -> np.ndarray:
-        """Returns the slots of all rows, in the order of the rows in an epoch."""
+        # The slots of all rows, in the order of the rows in this epoch.
         packing, key = self._packing, fold(self._seed, epoch, _ROW_KEY)
         rows = permute(np.arange(packing.num_rows), packing.num_rows, key)
         sizes = packing.row_segments[rows]
         shift = packing.row_splits[rows] - (np.cumsum(sizes) - sizes)
-        return np.arange(packing.num_examples) + np.repeat(shift, sizes)
+        slots = np.arange(packing.num_examples) + np.repeat(shift, sizes)
+        slots = slots[_by_length(self._slot_lengths[slots])]
+        assigned = np.empty_like(examples)
+        assigned[slots] = examples
+        return assigned
 
 
 def _groups(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

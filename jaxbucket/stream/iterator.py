@@ -301,6 +301,9 @@ class StreamIterator(grain.DatasetIterator[Batch]):
                 "`get_state()` or `state_before(step)` of its iterator."
             )
         counts, snapshot = StreamCounts(**state["counts"]), state["snapshot"]
+        snapshot = Snapshot(
+            **{**snapshot, "counts": StreamCounts(**snapshot["counts"])}
+        )
         pending = {counts.arrived - int(x) for x in state["pending"].split()}
         current = json.loads(state["round"])
         position = DataPosition.from_dict(json.loads(state["position"]))
@@ -313,8 +316,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             "The last state that was set was rejected, so the iterator has no valid "
             "state. Call `set_state` with a saved state."
         )
-        read = StreamCounts(**snapshot["counts"])
-        self._reader.restore(Snapshot(**{**snapshot, "counts": read}))
+        self._reader.restore(snapshot)
         self._lockstep.restore(step, current and Round(*current))
         while self._reader.counts.read < counts.read:
             examples = self._reader.read()
