@@ -12,7 +12,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.sizes import Sizes
-from jaxbucket.data.example import Example, Sequences, check_numbers
+from jaxbucket.data.example import Example, Sequences
 from jaxbucket.data.example_spec import ExampleSpec
 
 
@@ -225,7 +225,12 @@ def _spec(
     if like is None:
         raise ValueError("All rows are empty. Pass `like=`, an example of the source.")
     spec = ExampleSpec(like, sequences, names)
-    check_numbers(spec.arrays)
+    for name, value in spec.arrays.items():
+        if value.dtype.kind not in "biufcV":
+            raise ValueError(
+                f"Feature {name!r} is {value.dtype}, but a batch contains only "
+                "numbers. Remove it, or encode it as numbers."
+            )
     return spec
 
 

@@ -278,8 +278,9 @@ def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndar
     has_wrong_unit = not measure if is_text else bool(measure) and not is_list
     if is_nested or has_wrong_unit:
         raise ValueError(
-            f"Column {name!r} has values of {kind}. Only text has a `--unit`, one of "
-            f"{[*UNITS]}; values other than lengths and lists need a `--length-fn`."
+            f"Column {name!r} has values of {kind}. Text needs a unit, `--unit` "
+            f"{', '.join(UNITS)}; numbers and lists have none; and anything else needs "
+            "a function, `--length-fn module:function`."
         )
     if is_list:
         values = compute.call_function("list_value_length", [values])

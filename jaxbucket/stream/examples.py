@@ -21,6 +21,7 @@ from jaxbucket.data.example import (
 from jaxbucket.data.example_spec import axis_labels
 
 EpochDataset: TypeAlias = Callable[[int, int], grain.IterDataset]
+_REMEDY = "Make one of any other loader: `jb.stream.from_loader(loader, to_example)`."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ class ExampleStream:
 
     def __post_init__(self):
         if not callable(self.dataset):
-            check_dataset("dataset", self.dataset)
+            check_type("dataset", self.dataset, grain.IterDataset, _REMEDY)
         if self.num_epochs is not None:
             self._set("num_epochs", check_positive("num_epochs", self.num_epochs))
         self._set("pad_value", check_pad_value(self.pad_value))
@@ -99,8 +100,8 @@ class ExampleStream:
         if isinstance(self.dataset, grain.IterDataset):
             return self.dataset
         dataset = self.dataset(epoch, epoch_seed(self.seed, epoch))
-        check_dataset(f"dataset({epoch}, seed)", dataset)
-        return dataset
+        name = f"dataset({epoch}, seed)"
+        return check_type(name, dataset, grain.IterDataset, _REMEDY)
 
     def config(self, names: Collection[str]) -> dict[str, Any]:
         """Returns what batches depend on, as plain Python for JSON.
@@ -126,14 +127,6 @@ def as_stream(
 ) -> ExampleStream:
     """Returns a dataset as a stream with the default options."""
     return dataset if isinstance(dataset, ExampleStream) else ExampleStream(dataset)
-
-
-def check_dataset(name: str, dataset: Any) -> None:
-    """Raises a ValueError with a remedy if something is not a `grain.IterDataset`."""
-    remedy = (
-        "Make one of any other loader: `jb.stream.from_loader(loader, to_example)`."
-    )
-    check_type(name, dataset, grain.IterDataset, remedy)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
