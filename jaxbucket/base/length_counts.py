@@ -79,12 +79,9 @@ class LengthCounts:
         """
         rest = (self.lengths - 1) % max_seq_len + 1
         full = int(((self.lengths - 1) // max_seq_len * self.counts).sum())
-        result = object.__new__(LengthCounts)
-        result.lengths, result.counts = _merged(
-            np.append(rest, max_seq_len), np.append(self.counts, full)
-        )
-        result.given = result.lengths
-        return result
+        lengths, counts = np.append(rest, max_seq_len), np.append(self.counts, full)
+        merged = (x.tolist() for x in _merged(lengths, counts))
+        return LengthCounts(dict(zip(*merged, strict=True)))
 
     def spread(self, number: int) -> np.ndarray:
         """Returns lengths at equal distances in sorted order, at most `number`."""
@@ -105,8 +102,7 @@ def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.nd
     if numbers.dtype.kind not in "iu" or not numbers.any() or (numbers < 0).any():
         raise ValueError(
             f"`{name}` is a mapping with the values {list(counts.values())[:8]}. Pass "
-            "length -> number of examples, integers that are not all 0; or for several "
-            "sequences, the name of each -> its lengths [N]."
+            "length -> number of examples, or the name of each sequence -> lengths [N]."
         )
     used = [length for length, number in counts.items() if number]
     return check_lengths(np.array(used), name), numbers[numbers > 0]

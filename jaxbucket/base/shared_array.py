@@ -16,9 +16,6 @@ from numpy.typing import DTypeLike
 from jaxbucket.base.files import complete, delete, drafts
 from jaxbucket.base.notes import Noting
 
-# How `.npy` files begin.
-_NUMPY = b"\x93NUMPY"
-
 
 def shared_array(
     path: pathlib.Path | None,
@@ -92,7 +89,7 @@ class SharedArray(np.ndarray):
         if path is None or values.mode == "c" or not os.path.exists(path):
             return None
         with open(path, "rb") as file:
-            if file.read(len(_NUMPY)) != _NUMPY:
+            if not file.read(16).startswith(np.lib.format.MAGIC_PREFIX):
                 return None
         whole = cls.open(path)
         # Others may map other numbers of the same file.

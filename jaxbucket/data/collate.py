@@ -12,7 +12,7 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, pad_arrays
 from jaxbucket.base.sizes import Sizes
-from jaxbucket.data.example import Example, Sequences, check_numbers
+from jaxbucket.data.example import Example, Sequences
 from jaxbucket.data.example_spec import ExampleSpec
 
 
@@ -107,8 +107,8 @@ def collate_rows(
     """
     if len(rows) > bucket.batch_size:
         raise ValueError(
-            f"`rows` has {len(rows)} entries, but bucket {bucket} has "
-            f"{bucket.batch_size} rows. Pass at most {bucket.batch_size} entries."
+            f"`rows` has {len(rows)} entries. Pass at most {bucket.batch_size}, the "
+            f"rows of {bucket}."
         )
     segments = [_segments(entry, max_segments) for entry in rows]
     several = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else None
@@ -159,11 +159,10 @@ def _copy(
     place: tuple[int, ...],
     features: Mapping[str, np.ndarray],
 ) -> None:
-    """Copies an example into a batch.
+    """Copies an example into the features of a batch.
 
     Args:
-      arrays: the features of the example.
-      axes: mapping from each sequence feature to the sequences of its leading axes.
+      arrays, axes: the features of the example, and the axes of `ExampleSpec`.
       spans: the positions of each sequence in the example, and those in the row.
       place: `(row,)`; or, for packed rows, `(row, segment)`.
       features: the features of the batch.
@@ -226,7 +225,12 @@ def _spec(
     if like is None:
         raise ValueError("All rows are empty. Pass `like=`, an example of the source.")
     spec = ExampleSpec(like, sequences, names)
-    check_numbers(spec.arrays)
+    for name, value in spec.arrays.items():
+        if value.dtype.kind not in "biufcV":
+            raise ValueError(
+                f"Feature {name!r} is {value.dtype}, but a batch contains only "
+                "numbers. Remove it, or encode it as numbers."
+            )
     return spec
 
 
@@ -238,11 +242,7 @@ def _padding(
 ) -> dict[str, np.ndarray]:
     """Returns the features of a batch without examples.
 
-    Args:
-      spec: the features of an example.
-      seq_lens: T of each sequence.
-      leading: leading axes of features that are no sequences: `[B]`, or `[B, S]`.
-      pad_value: value that fills the sequences.
+    Features that are no sequences have the `leading` axes, `[B]` or `[B, S]`.
     """
     pads = pad_arrays(pad_value, {name: spec.arrays[name].dtype for name in spec.axes})
 
@@ -298,12 +298,9 @@ def token_mask(lengths: np.ndarray, bucket: Bucket) -> np.ndarray:
 def with_segments(
     features: dict[str, np.ndarray], name: str, mask: np.ndarray
 ) -> Batch:
-    """Returns a batch with one example in each row.
+    """Returns a batch with one example in each row, of the tokens in `mask`, `[B, T]`.
 
-    Args:
-      features: the features of the batch.
-      name: the entry name in `segment_ids` and `positions`.
-      mask: `[B, T]` bool, True for real tokens.
+    `name` is the entry in `segment_ids` and `positions`.
     """
     ids = mask.astype(np.int32)
     positions = np.arange(mask.shape[1], dtype=np.int32)
@@ -311,13 +308,7 @@ def with_segments(
 
 
 def check_row_length(length: int, seq_len: int, which: str = "") -> None:
-    """Raises a ValueError if a row is longer than T.
-
-    Args:
-      length: the length of the row.
-      seq_len: T.
-      which: text that names the sequence, such as " of 'inputs'".
-    """
+    """Raises a ValueError if a row is longer than T. `which` names the sequence."""
     if length > seq_len:
         raise ValueError(
             f"The row has length {length}{which}, beyond `seq_len={seq_len}`. Use a "

@@ -88,16 +88,6 @@ def listed_names(sequences: Sequence[str]) -> list[str]:
     return [sequences] if isinstance(sequences, str) else list(sequences)
 
 
-def check_numbers(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises a ValueError if a feature is text, an object, a date or a duration."""
-    for name, value in arrays.items():
-        if value.dtype.kind not in "biufcV":
-            raise ValueError(
-                f"Feature {name!r} is {value.dtype}, but a batch contains only "
-                "numbers. Remove it, or encode it as numbers."
-            )
-
-
 def transform_name(transform: Transform) -> str:
     """Returns the name of the function or of its class, as stored in positions.
 
@@ -108,10 +98,3 @@ def transform_name(transform: Transform) -> str:
     while isinstance(transform, functools.partial):
         transform = transform.func
     return getattr(transform, "__qualname__", type(transform).__qualname__)
-
-
-def apply_transform(
-    transform: Transform, example: Example, rng: np.random.Generator
-) -> Example:
-    """Applies a transform to a copy, as a source may reuse its arrays."""
-    return transform(copy_features(example), rng)

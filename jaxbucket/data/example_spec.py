@@ -8,7 +8,7 @@ of the two sequences "height" and "width".
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ class ExampleSpec:
       >>> spec = ExampleSpec(example, sequences, list(sequences))
       >>> spec.axes
       {'image': ('height', 'width'), 'boxes': ('boxes',)}
-      >>> spec.lengths(spec.arrays)
+      >>> spec.lengths()
       {'height': 4, 'width': 5, 'boxes': 2}
 
     Args:
@@ -91,18 +91,18 @@ class ExampleSpec:
             ]
             raise ValueError(
                 f"The example has the features {kinds[0]}, but others have {kinds[1]}. "
-                "Make them the same (also if empty: `np.array([], int)`), or name "
-                "features with a sequence axis in "
-                "`sequences` (in two sequences, if two axes differ in length)."
+                "Make them the same (also if empty: `np.array([], int)`), or name them "
+                "in `sequences` (in two sequences, if two axes differ in length)."
             )
         return arrays
 
-    def lengths(self, arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Returns the length of each sequence of an example.
+    def lengths(self, arrays: Mapping[str, np.ndarray] | None = None) -> dict[str, int]:
+        """Returns the length of each sequence of this example.
 
         Args:
-          arrays: the features, which this example or `match` has returned.
+          arrays: the features of another example, which `match` has returned.
         """
+        arrays = self.arrays if arrays is None else arrays
         lengths = {name: _length(arrays, x) for name, x in self._groups.items()}
         parts = [[bool(lengths[x]) for x in names] for names in self.axes.values()]
         if not any(lengths.values()) or any(any(x) > all(x) for x in parts):
@@ -113,37 +113,17 @@ class ExampleSpec:
         return lengths
 
 
-def example_lengths(
-    example: Example,
-    sequences: Sequences = None,
-    names: Collection[str] | None = None,
-) -> dict[str, int]:
-    """Returns the length of each sequence; arguments and errors as for `ExampleSpec`.
-
-    Example:
-      >>> example_lengths({"x": [1, 2, 3], "label": 1})
-      {'x': 3}
-    """
-    spec = ExampleSpec(example, sequences, names)
-    return spec.lengths(spec.arrays)
-
-
-def length_function(
-    sequences: Sequences, name: str | None = None
-) -> Callable[[Example], int]:
-    """Returns a function from an example to its length, which can be pickled.
+def sequence_length(sequences: Sequences, name: str | None, example: Example) -> int:
+    """Returns the length of a sequence of an example.
 
     Args:
       sequences: as for `ExampleSpec`.
       name: the sequence to measure; None if there is only one. Only the features of
         this sequence are looked at.
+      example: a dict of arrays.
     """
-    return functools.partial(_sequence_length, sequences, name)
-
-
-def _sequence_length(sequences: Sequences, name: str | None, example: Example) -> int:
     if name is None:
-        (length,) = example_lengths(example, sequences).values()
+        (length,) = ExampleSpec(example, sequences).lengths().values()
         return length
     arrays = as_arrays(example)
     names = cast(Mapping[str, Any], sequences)
@@ -257,7 +237,7 @@ def check_not_nested(
     Args:
       examples: the examples, of which the first may be read.
       sequences: as for `ExampleSpec`.
-      lengths: `[N]` lengths of all examples by sequence; by None for a single one.
+      lengths: the `[N]` lengths of each sequence; by None for a single one.
     """
     ones = [name for name, x in lengths.items() if x.min() == x.max() == 1]
     if not ones:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxbucket.base.checks import check_lengths
 from jaxbucket.base.lazy import naming_the_extra
 from jaxbucket.base.notes import Noting
+from jaxbucket.base.sizes import lengths_matrix
 
 Unit: TypeAlias = Literal["bytes", "characters", "words"]
 UNITS: tuple[str, ...] = get_args(Unit)
@@ -21,11 +22,6 @@ UNITS: tuple[str, ...] = get_args(Unit)
 Measure: TypeAlias = Unit | Callable[[Any], Any] | None
 
 _NUMPY = (".npy", ".npz")
-_NUMBERS = {
-    "double",
-    "float",
-    *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)),
-}
 _TABLES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
 # How files of these formats begin.
@@ -112,13 +108,9 @@ def read_lengths(
             lengths = lengths if scale is None else _scaled(lengths, scale)
             least = int(len(read) == 1)
             found.append(check_lengths(lengths, least=least).astype(np.int32))
-    if len(found) > 1 and len({*map(len, found)}) == 1:
-        is_empty = ~np.any(found, axis=0)
-        if is_empty.any():
-            raise ValueError(
-                f"Row {int(np.argmax(is_empty))} of `{path}` has length 0 in all of "
-                f"{[*read]}. Remove it."
-            )
+    if len(found) > 1:
+        with Noting(f"These are columns of `{path}`."):
+            lengths_matrix(dict(zip(read, found, strict=True)), list(read))
     return found
 
 
@@ -159,6 +151,7 @@ def _read_table(
     """Returns the lengths of the rows of a table, by column."""
     with naming_the_extra():
         dataset = _dataset(path, suffix)
+        from pyarrow import types
     names = _chosen([*_names(dataset.schema)], columns)
     is_plain = suffix in (".csv", ".tsv")
     if is_plain and all(map(_is_number, names)):
@@ -174,11 +167,12 @@ def _read_table(
     row = 0
     for batch in _batches(dataset, names, is_plain):
         for name in names:
+            values = batch.column(name)
+            is_number = types.is_integer(values.type) or types.is_floating(values.type)
             # Of several columns, the unit is that of those with text.
-            use = measure
-            if len(names) > 1 and not callable(measure) and kinds.get(name) in _NUMBERS:
-                use = None
-            parts[name].append(_lengths_of(batch.column(name), name, row, use))
+            has_none = is_number and len(names) > 1 and not callable(measure)
+            use = None if has_none else measure
+            parts[name].append(_lengths_of(values, name, row, use))
         row += len(batch)
     empty = [np.zeros(0, int)]
     return {name: np.concatenate(part or empty) for name, part in parts.items()}
@@ -269,14 +263,7 @@ def _json_array(path: pathlib.Path) -> Any:
 
 
 def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndarray:
-    """Returns the lengths of a part of a column.
-
-    Args:
-      values: an Arrow array.
-      name: the name of the column.
-      first: the row of the first value.
-      measure: how the values are measured.
-    """
+    """Returns the lengths of a part of a column, an Arrow array from row `first` on."""
     from pyarrow import compute, types
 
     kind = values.type
@@ -291,9 +278,9 @@ def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndar
     has_wrong_unit = not measure if is_text else bool(measure) and not is_list
     if is_nested or has_wrong_unit:
         raise ValueError(
-            f"Column {name!r} has values of {kind}. Text needs a unit, `jaxbucket "
-            f"measure --unit` {', '.join(UNITS)}; numbers and lists have none; and "
-            "anything else needs a function, `--length-fn module:function`."
+            f"Column {name!r} has values of {kind}. Text needs a unit, `--unit` "
+            f"{', '.join(UNITS)}; numbers and lists have none; and anything else needs "
+            "a function, `--length-fn module:function`."
         )
     if is_list:
         values = compute.call_function("list_value_length", [values])
@@ -344,7 +331,6 @@ def _chosen(names: Sequence[str], columns: Sequence[str]) -> Sequence[str]:
     if not is_clear or len({*chosen} & {*names}) < len(chosen):
         raise ValueError(
             f"`--column` names {list(columns)}, and the file has {list(names)}. Choose "
-            "one or several of these, each of them once, such as "
-            f"{' '.join(f'--column {name}' for name in names[:2])}."
+            "one or several of these, each of them once: `--column NAME`."
         )
     return chosen

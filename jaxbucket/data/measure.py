@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, cast, overload
@@ -12,7 +13,7 @@ from jaxbucket.base.checks import check_integer
 from jaxbucket.base.process_group import ProcessGroup, SingleProcess
 from jaxbucket.base.sizes import check_sequence_names
 from jaxbucket.data.example import Sequences
-from jaxbucket.data.example_spec import axis_labels, check_not_nested, length_function
+from jaxbucket.data.example_spec import axis_labels, check_not_nested, sequence_length
 from jaxbucket.data.measure_pass import Measurement, Pass
 from jaxbucket.data.source import Source
 from jaxbucket.data.spans import check_sequences
@@ -205,8 +206,7 @@ def measure_difficulty(
       source: random-access source of examples.
       difficulty_fn: function from an example to a finite number; or a mapping from the
         name of each metric to such a function.
-      num_workers: number of worker processes; 0 measures in this process. The source
-        and the functions are pickled and sent to each worker.
+      num_workers, progress: as for `measure_lengths`.
       cache: folder in which measured values are stored. Processes may use the same
         folder or folders of their own. Later runs read these files, and a run that was
         killed measures only the shares that are missing.
@@ -214,7 +214,6 @@ def measure_difficulty(
         whenever a function, or a model that it calls, changes.
       processes: all participating processes, from `jb.Processes`. By default only this
         process measures.
-      progress: whether to show a progress bar on a terminal.
 
     Returns:
       `[n]` float64; with several metrics, a dict from the name of each to its `[n]`,
@@ -263,21 +262,21 @@ def _check_cache_key(
 def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, Any]:
     """Returns the function that measures each sequence."""
     given = {} if length_fn is None else _by_name("length_fn", length_fn)
-    functions: dict[Any, Any] = {}
+    names: Sequence[str | None] = []
     if isinstance(sequences, Mapping):
         check_sequence_names("sequences", sequences)
         axis_labels(sequences)
-        functions = {name: length_function(sequences, name) for name in sequences}
+        names = list(sequences)
     elif length_fn is None:
-        functions = {None: length_function(sequences)}
+        names = [None]
     elif isinstance(length_fn, Mapping):
         check_sequence_names("length_fn", length_fn)
-    known = functions or {None: None}
-    if sequences is not None and not given.keys() <= known.keys():
+    if sequences is not None and not given.keys() <= set(names or [None]):
         raise ValueError(
             f"`length_fn={length_fn!r}` does not fit `sequences={sequences!r}`. With "
             "several sequences, both are mappings with the same names."
         )
+    functions = {x: functools.partial(sequence_length, sequences, x) for x in names}
     return dict(sorted({**functions, **given}.items()))
 
 

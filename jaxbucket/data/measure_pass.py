@@ -90,11 +90,7 @@ class Pass:
       measure: what is measured.
       label: what identifies the functions, besides their names and `cache_key`.
       title: the title of the progress bar.
-      num_workers: number of worker processes; 0 measures in this process.
-      cache: the cache folder, or None.
-      cache_key: the user's name of the functions, or None.
-      processes: all participating processes.
-      progress: whether to show a progress bar on a terminal.
+      num_workers, cache, cache_key, processes, progress: as for `measure_lengths`.
     """
 
     measure: Measurement
@@ -113,9 +109,8 @@ class Pass:
             keys = self.processes.gather("comparing sources", self._key)
             if others := [i for i, key in enumerate(keys) if key != self._key]:
                 raise ValueError(
-                    f"`source`, or the names or key of its functions, in processes "
-                    f"{others} differ from those in process {self.processes.index}. "
-                    "Pass the same in every process."
+                    f"`source`, or the names or key of its functions, differ in the "
+                    f"processes {others}. Pass the same in every process."
                 )
 
     @functools.cached_property
@@ -128,9 +123,8 @@ class Pass:
     def share(self) -> tuple[int, int]:
         """Returns `(start, stop)`, the examples that this process measures."""
         size, group = len(self.measure.source), self.processes
-        return size * group.index // group.count, size * (
-            group.index + 1
-        ) // group.count
+        start, stop = (size * (group.index + x) // group.count for x in range(2))
+        return start, stop
 
     def run(self, start: int, stop: int) -> dict[str | None, np.ndarray]:
         """Returns the numbers of the examples `start <= index < stop`, by name."""

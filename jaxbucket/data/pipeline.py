@@ -21,8 +21,7 @@ from jaxbucket.base.padding import PadValue
 from jaxbucket.base.position import DataPosition, check_position
 from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.data.example import Sequences, Transform, copy_features
-from jaxbucket.data.mixture_reader import MixtureReader, make_mixture_reader
-from jaxbucket.data.reader import BatchReader, FeatureTemplate
+from jaxbucket.data.reader import BatchReader, FeatureTemplate, MixtureReader
 from jaxbucket.data.source import Source
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.mixture import Mixture
@@ -71,12 +70,8 @@ def batch_dataset(
         `num_steps`.
       sequences: names of the features that are padded. By default those of the source
         if it declares them, as a token file does; else all with a leading axis. If
-        examples have several sequences, each with its own length: a mapping from each
-        sequence to the features that share its length, by default only itself. A
-        feature in several of them has an axis for each, in the order of the mapping.
-      pad_value: number that fills padded positions and empty rows, or a mapping from
-        sequence feature to number (0 for features not named). A single nonzero number
-        is allowed only if there is one sequence feature.
+        examples have several sequences: a mapping, as for `collate_rows`.
+      pad_value: as for `collate_rows`.
       transform: random augmentation, `(example, rng) -> example`, which must keep the
         length. `example` is a copy whose values are arrays; a `bytes` value is a 0-d
         object array, read with `example["audio"].item()`. `rng` is a
@@ -110,7 +105,7 @@ def batch_dataset(
         )
     if has_names:
         named = cast(Mapping[str, Source], source)
-        reader = make_mixture_reader(named, cast(Mixture, schedule), shard, **options)
+        reader = MixtureReader(named, cast(Mixture, schedule), shard, **options)
     else:
         reader = BatchReader(cast(Source, source), schedule, shard, **options)
     return BatchDataset(reader, start_step, end)
@@ -205,9 +200,8 @@ class BatchDataset(grain.MapDataset[Batch]):
         transform batches after this call. The arguments are those of Grain.
         """
         batches = super().to_iter_dataset(*args, **options)
-        schedule = self._reader.schedule
-        first = functools.partial(_position, self._reader, self._start_step, schedule)
-        return BatchIterDataset(batches, first)
+        first = (self._reader, self._start_step, self._reader.schedule)
+        return BatchIterDataset(batches, functools.partial(_position, *first))
 
     def position(self, step: int) -> DataPosition:
         """Returns the position to save alongside a state that has done `step` updates.

@@ -1,4 +1,4 @@
-"""Reads the batches of a schedule from a source, limited to one process's rows."""
+"""Reads the batches of a schedule from its sources, limited to one process's rows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxbucket.base.batch import EMPTY_ROW, Batch, BatchIndices
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_function
+from jaxbucket.base.digest import digest
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.row_shard import RowShard
@@ -21,22 +22,19 @@ from jaxbucket.data.example import (
     Example,
     Sequences,
     Transform,
-    apply_transform,
     copy_features,
     transform_name,
 )
-from jaxbucket.data.example_spec import axis_labels, example_lengths
-from jaxbucket.data.source import (
-    Source,
-    check_length,
-    check_measured,
-    contents,
-)
+from jaxbucket.data.example_spec import ExampleSpec, axis_labels
+from jaxbucket.data.source import Source, check_length, check_measured, contents
 from jaxbucket.data.spans import SpanSource
 from jaxbucket.data.token_source import TokenSource
 from jaxbucket.data.views import ZippedSource
 from jaxbucket.schedule.base import Schedule
 from jaxbucket.schedule.example_draws import BatchDraws
+from jaxbucket.schedule.mixture import Mixture
+
+_COMPONENT = "This is the component {!r} of the mixture."
 
 
 class FeatureTemplate(NamedTuple):
@@ -57,7 +55,7 @@ class FeatureTemplate(NamedTuple):
     component: str = ""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class BatchReader:
     """Reads the batches of a schedule from a source.
 
@@ -77,9 +75,10 @@ class BatchReader:
     sequences: Sequences
     pad_value: PadValue
     transform: Transform | None = None
-    _gathers: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self):
+        # Whether the source makes whole batches.
+        self._gathers = False
         source = self.source
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
             raise ValueError(
@@ -88,43 +87,23 @@ class BatchReader:
             )
         if len(source) != len(self.schedule.lengths):
             raise ValueError(
-                f"`source` has {len(source)} examples, and the schedule has "
-                f"{len(self.schedule.lengths)} lengths. Pass the source (such as its "
-                "`split_source`) that was measured."
+                f"`source` has {len(source)} examples for {len(self.schedule.lengths)} "
+                "lengths. Pass the source (or its `split_source`) that was measured."
             )
         for bucket in self.schedule.buckets:
             self.shard.cut(bucket)
         if self.transform is not None:
             check_function("transform", self.transform, "(example, rng)")
-        self._set("pad_value", check_pad_value(self.pad_value))
+        self.pad_value = check_pad_value(self.pad_value)
+        declared: Mapping[str, np.ndarray]
         if isinstance(source, ZippedSource):
             declared, measured = source.lengths, self.schedule.parts or {}
             features = source.features
-        elif isinstance(source, TokenSource | SpanSource) and self.schedule.parts:
-            return
-        elif isinstance(source, TokenSource | SpanSource):
+        elif isinstance(source, TokenSource | SpanSource) and not self.schedule.parts:
             declared, measured = {"": source.lengths}, {"": self.schedule.lengths}
             features = source.sequences
         else:
             return
-        self._check_declared(declared, measured)
-        sequences = features if self.sequences is None else self.sequences
-        self._set("sequences", sequences)
-        can_gather = not isinstance(source, SpanSource) and self.transform is None
-        if can_gather and axis_labels(sequences) != axis_labels(features):
-            raise ValueError(
-                f"`sequences={sequences}`, but the source has {features}. Remove "
-                "`sequences`, or write the files with these sequences."
-            )
-        self._set("_gathers", can_gather)
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_declared(
-        self, declared: Mapping[str, Any], measured: Mapping[str, Any]
-    ) -> None:
-        """Raises a ValueError if the source declares lengths other than the plan's."""
         if set(declared) != set(measured):
             raise ValueError(
                 f"`source` has the sequences {list(declared)}, but the plan has "
@@ -132,6 +111,15 @@ class BatchReader:
             )
         for name, lengths in declared.items():
             check_measured(lengths, measured[name])
+        if self.sequences is None:
+            self.sequences = features
+        can_gather = not isinstance(source, SpanSource) and self.transform is None
+        if can_gather and axis_labels(self.sequences) != axis_labels(features):
+            raise ValueError(
+                f"`sequences={self.sequences}`, but the source has {features}. Remove "
+                "`sequences`, or write the files with these sequences."
+            )
+        self._gathers = can_gather
 
     @functools.cached_property
     def contents(self) -> str:
@@ -141,10 +129,9 @@ class BatchReader:
     @property
     def templates(self) -> list[FeatureTemplate]:
         """The features of all batches."""
-        schedule = self.schedule
+        plans, max_segments = self.schedule.plans, self.schedule.max_segments
         example = copy_features(self.like)
-        template = (schedule.plans, example, self.sequences, schedule.max_segments)
-        return [FeatureTemplate(*template)]
+        return [FeatureTemplate(plans, example, self.sequences, max_segments)]
 
     def describe(self) -> dict[str, Any]:
         """Returns the options, as plain Python for JSON."""
@@ -218,14 +205,13 @@ class BatchReader:
         example = self.source[index]
         if self.transform is None:
             return example
-        return apply_transform(self.transform, example, draws.rng(index, place))
+        # A copy, because the source may reuse its arrays.
+        return self.transform(copy_features(example), draws.rng(index, place))
 
     def _check_lengths(self, index: int, example: Example) -> None:
         """Raises a ValueError unless an example has the lengths that were measured."""
-        parts = self.schedule.parts
-        lengths = example_lengths(
-            example, self.sequences, self.schedule.plans[0].sequences
-        )
+        parts, names = self.schedule.parts, self.schedule.plans[0].sequences
+        lengths = ExampleSpec(example, self.sequences, names).lengths()
         for name, length in lengths.items():
             which, measured = "", self.schedule.lengths
             if parts is not None:
@@ -243,3 +229,84 @@ class BatchReader:
             example = self._transformed(0, 0, next(self.schedule.drawn_batches(0))[1])
             collate_rows([], bucket, like=example, **options)
         return example
+
+
+class MixtureReader:
+    """Reads the batches of a mixture from a source for each component.
+
+    It has the interface of a `BatchReader`.
+
+    Args:
+      sources: name -> the source of a component.
+      schedule: the mixture, with the same names.
+      shard: the rows to read of each batch.
+      options: the options of a `BatchReader`, each for all components, or a mapping
+        with exactly the names of the components.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        schedule: Mixture,
+        shard: RowShard,
+        **options: Any,
+    ):
+        names = set(schedule.names)
+        if set(sources) != names:
+            raise ValueError(
+                f"`source` has the names {list(sources)}, and the mixture has "
+                f"{list(schedule.names)}. Pass a source for each component."
+            )
+        self.schedule = schedule
+        self.readers: dict[str, BatchReader] = {}
+        for name, component in zip(schedule.names, schedule.schedules, strict=True):
+            of_component: dict[str, Any] = {
+                option: value[name]
+                if isinstance(value, Mapping) and set(value) == names
+                else value
+                for option, value in options.items()
+            }
+            with Noting(_COMPONENT.format(name)):
+                reader = BatchReader(sources[name], component, shard, **of_component)
+                self.readers[name] = reader
+
+    @property
+    def contents(self) -> str:
+        """32 hex digits that identify the contents of all sources."""
+        return digest(*(x.contents.encode() for x in self.readers.values()))
+
+    @property
+    def like(self) -> dict[str, Example]:
+        """Name -> the template for the features of a component."""
+        return self._each("like")
+
+    @property
+    def templates(self) -> list[FeatureTemplate]:
+        """The features of the batches of each component."""
+        templates = self._each("templates").items()
+        return [x._replace(component=name) for name, each in templates for x in each]
+
+    def _each(self, attribute: str) -> dict[str, Any]:
+        """Returns name -> an attribute of the reader of this component."""
+        values = {}
+        for name, reader in self.readers.items():
+            with Noting(_COMPONENT.format(name)):
+                values[name] = getattr(reader, attribute)
+        return values
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the options of all components, as plain Python for JSON."""
+        options = {name: x.describe() for name, x in self.readers.items()}
+        return {
+            option: {name: options[name][option] for name in options}
+            for option in ("sequences", "pad_value", "transform")
+        }
+
+    def read(self, step: int) -> Batch | tuple[Batch, ...]:
+        """Returns the numpy batch of a step, or a tuple of its micro-batches."""
+        batches = []
+        for component, indices, draws in self.schedule.component_parts(step):
+            name = self.schedule.names[component]
+            with Noting(_COMPONENT.format(name)):
+                batches.append(self.readers[name].read_batch(indices, draws, step))
+        return batches[0] if self.schedule.accumulate == 1 else tuple(batches)

@@ -97,7 +97,7 @@ class SpanSource:
         done = "split" if self._counts is None else "joined"
         with Noting(f"This is `source[{index}]`, before it was {done}."):
             spec = ExampleSpec(self._source[index], self.sequences)
-            (length,) = spec.lengths(spec.arrays).values()
+            (length,) = spec.lengths().values()
             check_length(index, length, int(self._known[index]))
             if self._counts is not None:
                 _check_only_sequences(sorted(spec.arrays.keys() - spec.axes.keys()))
@@ -198,11 +198,8 @@ def concat_then_split(
     Args:
       source: random-access source of examples.
       max_seq_len: number of tokens T in every row.
-      lengths: `[N]` integers, the lengths of the examples, from `measure_lengths`. Not
-        needed if the source provides them, as a token file does.
+      lengths, sequences: as for `split_source`.
       seed: seed of the order in which examples are concatenated.
-      sequences: names of the features that are split. By default all features with a
-        leading axis.
 
     Returns:
       The source of parts, with the rows that they fill as `packing`.
@@ -271,12 +268,9 @@ def join_examples(
     Args:
       source: random-access source of examples, which are dicts of arrays.
       max_seq_len: maximum number of tokens T in a block of several examples.
-      lengths: `[N]` integers, the lengths of the examples, from `measure_lengths`. Not
-        needed if the source provides them, as a token file does.
+      lengths, sequences: as for `split_source`.
       documents: `[N]` integers, the document of each example. A document ends where the
         next example has a different number. By default all are one document.
-      sequences: names of the features that are joined. By default all features with a
-        leading axis.
 
     Returns:
       The source of blocks, with their `lengths` and the first example of each in
@@ -292,17 +286,15 @@ def join_examples(
     longest = min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)
     known = _known_lengths(source, lengths)
     splits = _block_splits(known, longest, _document_ends(documents, len(source)))
-    firsts = splits[:-1]
+    firsts, counts = splits[:-1], np.diff(splits)
     blocks = np.add.reduceat(known, firsts, dtype=np.int64)
     if isinstance(source, TokenSource):
         _check_only_sequences(sorted(source[0].keys() - set(source.sequences)))
         may_break = np.zeros(len(known), bool)
         may_break[firsts] = True
         if (source.adjacent() | may_break[1:]).all():
-            return _spans(source, known, sequences, (firsts, firsts * 0, blocks))
-    sequences = check_sequences(source, sequences)
-    spans = (firsts, firsts * 0, blocks)
-    return SpanSource(source, known, sequences, spans, np.diff(splits))
+            counts = None
+    return _spans(source, known, sequences, (firsts, firsts * 0, blocks), counts)
 
 
 def _spans(
@@ -310,11 +302,13 @@ def _spans(
     known: np.ndarray,
     sequences: Sequence[str] | None,
     spans: tuple[np.ndarray, np.ndarray, np.ndarray],
+    counts: np.ndarray | None = None,
 ) -> Spans:
+    """Returns a view of a token file, or a `SpanSource`, which has these arguments."""
     names = check_sequences(source, sequences)
-    if isinstance(source, TokenSource):
+    if counts is None and isinstance(source, TokenSource):
         return source.view(*spans)
-    return SpanSource(source, known, names, spans)
+    return SpanSource(source, known, names, spans, counts)
 
 
 def check_sequences(

@@ -103,13 +103,7 @@ def _reopen(path: pathlib.Path, fingerprint: str) -> TokenFile:
 
 
 def _write_index(folder: pathlib.Path, names: list[str], sequences: list[str]) -> None:
-    """Writes the index of the arrays in a folder.
-
-    Args:
-      folder: the folder of the token file.
-      names: names of all features.
-      sequences: names of the features with one entry per token.
-    """
+    """Writes the index of the arrays in a folder, those of `names` and the offsets."""
     paths = {name: _array_path(folder, name) for name in (*names, _OFFSETS)}
     files = {
         name: {"all": file_digest(path), "pages": _pages_digest(path)}
@@ -162,12 +156,7 @@ def _read_index(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _map_array(path: pathlib.Path, digests: Mapping[str, str]) -> np.ndarray:
-    """Returns a memory-mapped array.
-
-    Args:
-      path: path of the `.npy` file.
-      digests: its digests in the index.
-    """
+    """Returns the array in a `.npy` file, whose digests in the index are given."""
     if not path.exists() or _pages_digest(path) != digests["pages"]:
         raise ValueError(
             f"{path} is missing, was truncated or changed, or is the array of a "
@@ -268,7 +257,8 @@ class _Column:
                 f"Feature {name!r} cannot be stored as a file of this name. Rename it, "
                 "using letters, digits, '_' and '-'."
             )
-        if dtype.kind not in "biufc" or not _is_numpy_dtype(dtype):
+        # Types of ml_dtypes may be of kind "f", and are not numpy's own.
+        if dtype.kind not in "biufc" or dtype.isbuiltin == 2:
             raise ValueError(
                 f"Feature {name!r} is {dtype}, which a `.npy` file cannot store. "
                 "Convert it to float32 or int32, or store its `x.view(np.uint16)`."
@@ -298,12 +288,3 @@ class _Column:
             "shape": (self._length, *self._shape),
         }
         np.lib.format.write_array_header_1_0(self._file, header)
-
-
-def _is_numpy_dtype(dtype: np.dtype) -> bool:
-    """Returns whether the header of a `.npy` file preserves this dtype."""
-    descr = np.lib.format.dtype_to_descr(dtype)
-    try:
-        return np.lib.format.descr_to_dtype(descr) == dtype
-    except (TypeError, ValueError):
-        return False

@@ -128,11 +128,8 @@ class TokenSource:
           rows: `[B]` integers, the example in each row, -1 for an empty row; or, for
             packed rows, `[B, max_segments]` with -1 after the last example of a row.
           bucket: the shape (B, T).
-          pad_value: number that fills padded positions and empty rows, or a mapping
-            from sequence feature to number (0 for features not named). A single nonzero
-            number is allowed only if there is one sequence feature.
-          truncate: whether to keep the first T tokens of longer examples instead of
-            raising.
+          pad_value: as for `collate_rows`.
+          truncate: whether to keep the first T tokens of longer examples.
           truncate_left: whether to keep their last T tokens.
 
         Raises:
@@ -157,7 +154,9 @@ class TokenSource:
 
         def gather(name: str, pad: np.ndarray) -> np.ndarray:
             tokens = self._windows(name, starts, filled, lengths, bucket)
-            np.copyto(tokens, pad, where=_expand_mask(tokens, ~mask))
+            # With trailing axes, to broadcast with the feature.
+            is_padding = ~mask.reshape(*mask.shape, *(1,) * (tokens.ndim - 2))
+            np.copyto(tokens, pad, where=is_padding)
             return tokens
 
         features = self._features(rows, pad_value, gather)
@@ -231,7 +230,7 @@ class TokenSource:
         lengths: np.ndarray,
         bucket: Bucket,
     ) -> np.ndarray:
-        """Returns `[B, T, ...]`, the T tokens from each start in the filled rows.
+        """Returns the T tokens from each start in the filled rows, `[B, T, ...]`.
 
         Values after the length of a row are arbitrary.
         """
@@ -259,9 +258,7 @@ class TokenView(TokenSource):
     """Spans of the tokens of one or several token files.
 
     Attributes:
-      files: the token files.
-      lengths: `[N]` int32, the length of every example, read-only.
-      sequences: names of the features with one entry per token.
+      files, lengths, sequences, fingerprint: as in `TokenSource`.
       examples: `[N]` int64, the example of the viewed source that each example is a
         part of, or starts with.
       packing: the rows that the examples fill, after `concat_then_split`.
@@ -345,11 +342,6 @@ def _sliding(values: np.ndarray, size: int) -> np.ndarray:
         (values.strides[0], *values.strides),
         writeable=False,
     )
-
-
-def _expand_mask(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Adds trailing axes of size 1 to a `[B, T]` mask, to broadcast with a feature."""
-    return mask.reshape(*mask.shape, *(1,) * (values.ndim - 2))
 
 
 def _checked_rows(rows: Any, num_examples: int, bucket: Bucket) -> np.ndarray:

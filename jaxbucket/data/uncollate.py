@@ -31,9 +31,7 @@ def unbatch(
       batch: a batch of numpy arrays or fully addressable `jax.Array`s.
       sequences: names of the features that were padded. By default all features of
         shape `[B, T, ...]`; pass the names if other features happen to have that shape.
-        If examples have several sequences, each with its own length: a mapping from
-        each sequence to the features that share its length, by default only itself. A
-        feature in several of them has an axis for each, in the order of the mapping.
+        With several sequences: a mapping, as for `collate_rows`.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
 
     Returns:
@@ -84,11 +82,7 @@ def _check_shapes(
 ) -> None:
     """Raises a ValueError unless features and rows have the shapes of their roles.
 
-    Args:
-      features: features of the batch.
-      axes: mapping from each sequence feature to the sequences of its axes after B.
-      ids: segment ids of each sequence.
-      max_segments: maximum number of examples in a packed row; None for unpacked rows.
+    `axes` maps each sequence feature to the sequences of its axes after B.
     """
     most = max(int(x.max(initial=0)) for x in ids.values())
     if most > (max_segments or 1):

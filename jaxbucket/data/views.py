@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -171,11 +171,9 @@ class ZippedSource:
         """Returns the batch that `collate_rows` would return for these examples.
 
         Args:
-          rows: `[B]` or `[B, max_segments]` integers, -1 for an empty entry.
+          rows, pad_value: as for `TokenSource.collate`.
           bucket: the shape, with a T for each sequence.
-          pad_value: as for `collate_rows`.
-          truncate: the sequences that keep their first tokens.
-          truncate_left: the sequences that keep their last tokens.
+          truncate, truncate_left: the sequences that keep their first or last tokens.
         """
         names = [name for source in self.sources for name in source.sequences]
         pads = named_pad_values(pad_value, names)
@@ -189,11 +187,8 @@ class ZippedSource:
             )
             for name, source in self._by_name.items()
         ]
-        return Batch(*(_merged(dicts) for dicts in zip(*batches, strict=True)))
-
-
-def _merged(dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for x in dicts for name, value in x.items()}
+        dicts = zip(*batches, strict=True)
+        return Batch(*({k: v for x in each for k, v in x.items()} for each in dicts))
 
 
 class _View:

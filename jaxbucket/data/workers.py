@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import os
 import pickle
@@ -14,7 +15,6 @@ from multiprocessing import parent_process
 from typing import Any, TypeVar
 
 import grain
-import numpy as np
 from absl import flags
 
 from jaxbucket.base.checks import check_integer, check_type
@@ -62,7 +62,7 @@ def load_in_workers(
     check_type("dataset", dataset, grain.MapDataset, remedy)
     elements = worker_dataset(dataset, num_workers, num_threads, buffer_size)
     # Copied, because the shared memory of workers is limited.
-    return iterate(elements.map(_copy) if num_workers else elements)
+    return iterate(elements.map(copy.deepcopy) if num_workers else elements)
 
 
 def worker_dataset(
@@ -162,16 +162,3 @@ def _exit_after_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def _copy(element: Any) -> Any:
-    """Copies the arrays of an element."""
-    if isinstance(element, np.ndarray):
-        return element.copy()
-    if type(element) is dict:
-        return {name: _copy(value) for name, value in element.items()}
-    if isinstance(element, tuple) and hasattr(element, "_fields"):
-        return type(element)(*map(_copy, element))
-    if isinstance(element, list | tuple):
-        return type(element)(map(_copy, element))
-    return element

@@ -1,19 +1,16 @@
 """Optax transformations and schedules that adapt the learning rate to the batch size.
 
 The size of a batch is passed to `update` along with the gradients, as an extra
-argument. So the two stay in step if updates are skipped or a run is resumed. There are
-two ways to scale the learning rate:
+argument. There are two ways to scale the learning rate:
 
-`scale_by_batch_size` multiplies the updates of the optimizer before it. This equals
-scaling the learning rate if the update is linear in it, as for
-SGD with and without momentum, Adam(W), Lion, RMSProp and most other optimizers of
-optax.
+`scale_by_batch_size` multiplies the updates of the optimizer before it, which equals
+scaling the learning rate if the update is linear in it.
 
 `scale_schedule` scales the learning rate inside the optimizer, through
-`optax.inject_hyperparams`, and is correct for every optimizer with a learning rate. Use
-it for optimizers that are not linear: Adafactor with momentum or weight decay and LARS,
-whose state depends on earlier learning rates; Fromage, which uses its square; and
-Polyak's step and Rprop, which use it only as a bound or an initial value.
+`optax.inject_hyperparams`. Use it for optimizers that are not linear: Adafactor with
+momentum or weight decay and LARS, whose state depends on earlier learning rates;
+Fromage, which uses its square; and Polyak's step and Rprop, which use it only as a
+bound or an initial value.
 
 `schedule_by_work` counts examples or tokens instead of steps.
 """

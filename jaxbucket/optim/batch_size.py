@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -38,47 +37,32 @@ _RULES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchScaling:
-    """Computes the factor of a batch from its size.
+def batch_factor(
+    rule: Rule, **bases: float | None
+) -> Callable[[Mapping[str, Any]], jax.Array]:
+    """Returns a function from the extra arguments of `update` to the factor, `[]`.
 
-    Attributes:
-      size: the name of the extra argument of `update` with the batch size.
-      base: the size for which the learning rate was tuned.
-      rule: a function from ratio to factor.
+    Args:
+      rule, bases: the options of `scale_by_batch_size`.
     """
+    names = [name for name, base in bases.items() if base is not None]
+    if len(names) != 1:
+        listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
+        raise ValueError(f"{listed}: pass exactly one of them.")
+    (name,) = names
+    base = check_float(name, bases[name])
+    if not callable(rule):
+        check_choice("rule", rule, list(_RULES))
+    of_ratio = rule if callable(rule) else _RULES[rule]
 
-    size: str
-    base: float
-    rule: Callable[[jax.Array], jax.Array] = jnp.sqrt
+    def factor(extra: Mapping[str, Any]) -> jax.Array:
+        size = jnp.asarray(size_in(extra, _SIZES[name]), wide_float())
+        value = of_ratio(size / base)
+        if np.shape(value) or value is None:
+            raise ValueError(f"`rule` returned {value!r}. Return one number.")
+        return jnp.asarray(value)
 
-    @classmethod
-    def from_options(cls, rule: Rule, **bases: float | None) -> BatchScaling:
-        """Returns the scaling for the options of `scale_by_batch_size`."""
-        names = [name for name, base in bases.items() if base is not None]
-        if len(names) != 1:
-            listed = ", ".join(f"`{name}={base}`" for name, base in bases.items())
-            raise ValueError(f"{listed}: pass exactly one of them.")
-        (name,) = names
-        if not callable(rule):
-            check_choice("rule", rule, list(_RULES))
-        return cls(
-            size=_SIZES[name],
-            base=check_float(name, bases[name]),
-            rule=rule if callable(rule) else _RULES[rule],
-        )
-
-    def factor(self, extra: Mapping[str, Any]) -> jax.Array:
-        """Returns `[]`, the factor of the learning rate for this batch.
-
-        Args:
-          extra: the extra arguments of `update`.
-        """
-        size = jnp.asarray(size_in(extra, self.size), wide_float())
-        factor = self.rule(size / self.base)
-        if np.shape(factor) or factor is None:
-            raise ValueError(f"`rule` returned {factor!r}. Return one number.")
-        return jnp.asarray(factor)
+    return factor
 
 
 def size_in(extra: Mapping[str, Any], name: str) -> jax.Array | np.ndarray:
@@ -89,10 +73,9 @@ def size_in(extra: Mapping[str, Any], name: str) -> jax.Array | np.ndarray:
         return size
     if size is None or np.shape(size) or isinstance(size, jax.Array):
         raise ValueError(
-            f"`{name}` is needed, one number for the whole global batch. Call "
-            f"`tx.update(grads, state, params, {_REMEDIES[name]})`, summed over all "
-            "micro-batches. Wrappers must forward extra arguments, as `optax.chain` "
-            "does."
+            f"`{name}` is needed, one number for all micro-batches of a global batch. "
+            f"Call `tx.update(grads, state, params, {_REMEDIES[name]})`. Wrappers must "
+            "forward extra arguments, as `optax.chain` does."
         )
     check_float(name, size, least=0)
     return np.asarray(size)
@@ -177,7 +160,7 @@ def scale_by_batch_size(
       ValueError: if not exactly one base is given, it is not positive, the rule is
         unknown. From `update`: if the size is missing.
     """
-    scaling = BatchScaling.from_options(
+    factor_of = batch_factor(
         rule,
         base_examples=base_examples,
         base_tokens=base_tokens,
@@ -196,7 +179,7 @@ def scale_by_batch_size(
         **extra: Any,
     ) -> tuple[optax.Updates, Any]:
         del state, params
-        factor = scaling.factor(extra)
+        factor = factor_of(extra)
         updates = jax.tree.map(functools.partial(_multiplied, factor), updates)
         return updates, ScaleByBatchSizeState(factor.astype(jnp.float32))
 

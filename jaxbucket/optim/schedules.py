@@ -11,7 +11,7 @@ the current learning rate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +21,7 @@ import optax
 
 from jaxbucket.base.checks import check_choice, check_float
 from jaxbucket.base.notes import Noting
-from jaxbucket.optim.batch_size import BatchScaling, Rule, size_in, wide_float
+from jaxbucket.optim.batch_size import Rule, batch_factor, size_in, wide_float
 
 Work: TypeAlias = Literal["examples", "tokens"]
 # A count is stored as two integers, because int32 overflows at two billion tokens.
@@ -46,7 +46,7 @@ class ScaledSchedule:
     """A stateful schedule of optax, made by `scale_schedule`."""
 
     schedule: Any
-    scaling: BatchScaling
+    factor: Callable[[Mapping[str, Any]], jax.Array]
 
     def init(self) -> ScaledScheduleState:
         stateful = isinstance(self.schedule, WorkSchedule)
@@ -55,26 +55,21 @@ class ScaledSchedule:
 
     def __call__(self, state: ScaledScheduleState, **extra: Any) -> jax.Array:
         _check_is_state(state, ScaledScheduleState)
-        value = self._unscaled(state.inner, extra)
+        if isinstance(self.schedule, WorkSchedule):
+            value = self.schedule(state.inner, **extra)
+        elif callable(self.schedule):
+            value = _like_a_number(self.schedule(_step(state.inner, extra)))
+        else:
+            value = _like_a_number(self.schedule)
         # There is no batch yet when optax initializes the state.
-        if not extra:
-            return value
-        return value * _like_a_number(self.scaling.factor(extra))
+        return value * _like_a_number(self.factor(extra)) if extra else value
 
     def update(self, state: ScaledScheduleState, **extra: Any) -> ScaledScheduleState:
         if isinstance(self.schedule, WorkSchedule):
             inner = self.schedule.update(state.inner, **extra)
         else:
             inner = optax.safe_increment(_step(state.inner, extra))
-        factor = self.scaling.factor(extra).astype(jnp.float32)
-        return ScaledScheduleState(factor, inner)
-
-    def _unscaled(self, inner: Any, extra: dict[str, Any]) -> jax.Array:
-        if isinstance(self.schedule, WorkSchedule):
-            return self.schedule(inner, **extra)
-        if callable(self.schedule):
-            return _like_a_number(self.schedule(_step(inner, extra)))
-        return _like_a_number(self.schedule)
+        return ScaledScheduleState(self.factor(extra).astype(jnp.float32), inner)
 
 
 def scale_schedule(
@@ -109,15 +104,8 @@ def scale_schedule(
 
     Args:
       schedule: a number, a schedule of optax, or the result of `schedule_by_work`.
-      base_examples: the number of examples per batch for which the learning rate was
-        tuned.
-      base_tokens: the number of real tokens instead of examples.
-      base_rows: the number of rows instead of examples, including empty rows, so that
-        all batches of a bucket have the same factor.
-      base_weight: the weight that the loss returns, the divisor of its mean, instead of
-        examples. Pass exactly one of the four.
-      rule: "linear" (Goyal et al., arXiv:1706.02677), "sqrt" (Krizhevsky,
-        arXiv:1404.5997), "none", or a function from ratio to factor.
+      base_examples, base_tokens, base_rows, base_weight, rule: as for
+        `scale_by_batch_size`. Pass exactly one base.
 
     Returns:
       A stateful schedule for `optax.inject_hyperparams`.
@@ -134,14 +122,14 @@ def scale_schedule(
         )
     if not callable(schedule):
         check_float("schedule", schedule)
-    scaling = BatchScaling.from_options(
+    factor = batch_factor(
         rule,
         base_examples=base_examples,
         base_tokens=base_tokens,
         base_rows=base_rows,
         base_weight=base_weight,
     )
-    return ScaledSchedule(schedule, scaling)
+    return ScaledSchedule(schedule, factor)
 
 
 class WorkScheduleState(NamedTuple):
@@ -216,8 +204,7 @@ def schedule_by_work(
     check_choice("work", work, ("examples", "tokens"))
     if isinstance(schedule, ScaledSchedule | WorkSchedule) or not callable(schedule):
         raise ValueError(
-            f"`schedule={schedule!r}`: pass a schedule of optax, such as "
-            "`optax.warmup_cosine_decay_schedule(...)`, and the result to "
+            f"`schedule={schedule!r}`: pass a schedule of optax, and the result to "
             "`scale_schedule`."
         )
     return WorkSchedule(schedule, work)
@@ -248,7 +235,7 @@ def learning_rate_at(
     """
     rate: Any
     if isinstance(schedule, ScaledSchedule):
-        rate = schedule.scaling.factor(sizes) * learning_rate_at(
+        rate = schedule.factor(sizes) * learning_rate_at(
             schedule.schedule,
             step,
             examples_before=examples_before,
@@ -302,8 +289,7 @@ def _step(counted: jax.Array, extra: dict[str, Any]) -> jax.Array:
 def _check_is_state(state: Any, kind: type) -> None:
     if not isinstance(state, kind):
         raise ValueError(
-            "This schedule depends on the batch, so it works only inside "
-            "`optax.inject_hyperparams`. Write "
+            "This schedule depends on the batch. Write "
             "`optax.inject_hyperparams(optax.adamw)(learning_rate=schedule)`."
         )
 

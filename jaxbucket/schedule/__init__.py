@@ -35,11 +35,11 @@ with _lazy_names(globals()):
     from jaxbucket.schedule.batch_schedule import BatchSchedule as BatchSchedule
     from jaxbucket.schedule.curriculum import Curriculum as Curriculum
     from jaxbucket.schedule.difficulty_index import DifficultyIndex as DifficultyIndex
-    from jaxbucket.schedule.grouped_by_length import GroupedByLength as GroupedByLength
     from jaxbucket.schedule.joined_schedule import JoinedSchedule as JoinedSchedule
     from jaxbucket.schedule.mixture import ComponentReport as ComponentReport
     from jaxbucket.schedule.mixture import Mixture as Mixture
     from jaxbucket.schedule.mixture import MixtureReport as MixtureReport
+    from jaxbucket.schedule.orders import GroupedByLength as GroupedByLength
     from jaxbucket.schedule.pacing import ByValue as ByValue
     from jaxbucket.schedule.pacing import LinearPacing as LinearPacing
     from jaxbucket.schedule.pacing import RootPacing as RootPacing

@@ -79,11 +79,7 @@ class Schedule(abc.ABC):
         Raises:
           ValueError: if there are several plans.
         """
-        if self.subset is None:
-            return self.plan.assign(self.columns) >= 0
-        is_kept = self.subset.copy()
-        is_kept[is_kept] = self.plan.assign(self.columns[is_kept]) >= 0
-        return is_kept
+        return assign_subset(self.plan, self.columns, self.subset) >= 0
 
     @property
     @abc.abstractmethod
@@ -157,6 +153,18 @@ class Schedule(abc.ABC):
     def before(self, step: int) -> Schedule:
         """Returns a schedule of the steps before a step, without later changes."""
         return self
+
+
+def assign_subset(
+    plan: BucketPlan, lengths: np.ndarray, subset: np.ndarray | None
+) -> np.ndarray:
+    """Returns the bucket of each example, `[N]` int16; -1 outside of the subset."""
+    if subset is None:
+        return plan.assign(lengths)
+    index = np.full(len(lengths), -1, np.int16)
+    if subset.any():
+        index[subset] = plan.assign(lengths[subset])
+    return index
 
 
 def check_step(step: int) -> int:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.sizes import Counted
 from jaxbucket.plan.flow.remainder import Remainder, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.base import check_step
-from jaxbucket.schedule.epoch_batches import EpochBatches
-from jaxbucket.schedule.grouped_by_length import GroupedByLength
-from jaxbucket.schedule.orders import (
-    NAMED,
-    Drawn,
-    Order,
-    OrderName,
-    ShuffledEpochs,
-    SpreadEpochs,
-)
+from jaxbucket.schedule.epoch_rows import EpochBatches
+from jaxbucket.schedule.orders import NAMED, Drawn, Order, OrderName
 
 
 class BatchCounts:
@@ -54,6 +44,7 @@ class BatchCounts:
       plan: as above.
       batches: the batches of an epoch.
       tally: the examples of each bucket, and their tokens.
+      report: the exact numbers of one epoch.
 
     Raises:
       ValueError: if the plan refuses the lengths, no example is left, or an option is
@@ -73,18 +64,23 @@ class BatchCounts:
     ):
         check_choice("group", group, GROUPS)
         accumulate = check_accumulate(accumulate)
-        self._options = (remainder, accumulate, group)
-        self._lengths, self.plan = lengths, plan
-        together = accumulate if group == "same" else 1
-        self.tally = Tally.of(plan, lengths)
+        known = NAMED.get(order) if isinstance(order, str) else order
+        if not isinstance(known, Drawn):
+            raise ValueError(
+                f"`order={order!r}` depends on more than the number of each length. "
+                "Pass 'spread', 'shuffled' or `GroupedByLength()`."
+            )
+        self.plan, self.tally = plan, Tally.of(plan, lengths)
         self.batches = EpochBatches(
             plan,
             self.tally.examples,
             remainder=remainder,
-            group=together,
-            batches_per_step=accumulate // together,
+            accumulate=accumulate,
+            group=group,
         )
-        self._epochs = _epochs(order)(self.batches, check_seed(seed), None)
+        self._repeats = remainder == "repeat"
+        self._epochs = known.epochs(self.batches, check_seed(seed), None)
+        self.report: Report = self.batches.report(lengths)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -98,42 +94,16 @@ class BatchCounts:
           step: the step, counted over all epochs.
         """
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
-        first = position * self.batches.batches_per_step
-        places = range(first, first + self.batches.batches_per_step)
+        places = self.batches.positions(position)
         return tuple(part for place in places for part in self._batch(epoch, place))
 
     def _batch(self, epoch: int, position: int) -> list[tuple[Bucket, int]]:
-        batches, repeats = self.batches, self._options[0] == "repeat"
-        if position >= batches.num_batches and not repeats:
+        batches = self.batches
+        if position >= batches.num_batches and not self._repeats:
             return [(filler_bucket(self.plan), 0)]
         number = self._epochs.number(epoch, position % batches.num_batches)
         index, rows = batches.batch_rows(number)
         bucket, size = self.plan.buckets[index], int(batches.sizes[index])
-        left = size if repeats else len(rows)
+        left = size if self._repeats else len(rows)
         starts = range(0, size, bucket.batch_size)
         return [(bucket, min(max(left - x, 0), bucket.batch_size)) for x in starts]
-
-    @functools.cached_property
-    def report(self) -> Report:
-        """The exact numbers of one epoch."""
-        remainder, accumulate, group = self._options
-        return report(
-            self.plan,
-            self._lengths,
-            remainder=remainder,
-            accumulate=accumulate,
-            group=group,
-        )
-
-
-def _epochs(order: OrderName | Order) -> type[ShuffledEpochs]:
-    """Returns the class that numbers the batches of an order."""
-    known = NAMED.get(order) if isinstance(order, str) else order
-    if isinstance(known, Drawn):
-        return known.epochs
-    if isinstance(known, GroupedByLength):
-        return SpreadEpochs
-    raise ValueError(
-        f"`order={order!r}` depends on the examples, and not only on the number of "
-        "each length. Pass 'spread', 'shuffled' or `GroupedByLength()`."
-    )

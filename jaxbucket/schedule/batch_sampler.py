@@ -50,10 +50,9 @@ class BatchSampler:
     ):
         if schedule.names:
             raise ValueError(
-                f"`schedule` is a mixture with the names {list(schedule.names)}, but "
-                "the indices of one source are needed here. Pass a `Mixture` of a list "
-                "of schedules and concatenate the sources with `jb.data.concatenate`, "
-                "or use `batch_dataset`."
+                f"`schedule` is a mixture of the sources {list(schedule.names)}. Pass "
+                "a `Mixture` of a list of schedules, with `jb.data.concatenate` of the "
+                "sources, or use `batch_dataset`."
             )
         self._schedule = schedule
         self._shard = checked_shard(shard)
@@ -67,13 +66,11 @@ class BatchSampler:
         return (end - start) * len(self._schedule.micro_batches(start))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices, _ in self._batches():
-            yield indices
+        return (indices for indices, _ in self._batches())
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yields the bucket of each batch, in the order of the indices."""
-        for _, bucket in self._batches():
-            yield bucket
+        """Returns the bucket of each batch, in the order of the indices."""
+        return (bucket for _, bucket in self._batches())
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration."""

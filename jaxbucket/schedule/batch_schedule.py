@@ -1,9 +1,4 @@
-"""The batch schedule: which examples fill which bucket at which step.
-
-A schedule has no state that advances. `schedule[step]` depends only on the plan, the
-lengths and the options, such as the seed. So every host computes the same batches, and
-a run resumes from a single integer.
-"""
+"""The batch schedule: which examples fill which bucket at which step."""
 
 from __future__ import annotations
 
@@ -18,11 +13,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import (
-    check_accumulate,
-    check_choice,
-    check_seed,
-)
+from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.selection import selected_indices
@@ -30,11 +21,7 @@ from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import (
-    Report,
-    changed_examples,
-    report,
-)
+from jaxbucket.plan.reports.epoch import Report, changed_examples
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.epoch_rows import EpochRows
@@ -185,11 +172,9 @@ class BatchSchedule(Schedule):
         """Returns the number of the first batch of the bucket with the most tokens."""
         buckets, batches = self.plan.buckets, self.flow.batches
 
-        def size(index: int) -> tuple[Any, ...]:
-            # For equal numbers of tokens, the longest rows cost the most.
-            return buckets[index].num_tokens, buckets[index].seq_len
-
-        return int(batches[: max(np.flatnonzero(batches).tolist(), key=size)].sum())
+        # For equal numbers of tokens, the longest rows, which come last, cost the most.
+        used = reversed(np.flatnonzero(batches).tolist())
+        return int(batches[: max(used, key=lambda k: buckets[k].num_tokens)].sum())
 
     def _set_rows(self, columns: np.ndarray, lengths: Lengths) -> None:
         """Assigns the examples, or packed rows, to the rows of batches.
@@ -210,16 +195,13 @@ class BatchSchedule(Schedule):
             self._packed_rows = PackedRows(
                 packing, plan, columns, is_kept, slot_seed, difficulty
             )
-        # A step is either one tall batch of a single bucket or several batches.
-        batches_together = self.accumulate if self.group == "same" else 1
-        self._batches_per_step = self.accumulate // batches_together
         self._rows = EpochRows(
             plan if packing is None else plan.unpacked,
             self._row_lengths,
             remainder=self.remainder,
             within=self._order.within,
-            group=batches_together,
-            batches_per_step=self._batches_per_step,
+            accumulate=self.accumulate,
+            group=self.group,
             packed=self._packed_rows,
             subset=self.subset if packing is None else None,
             stored=self._stored(lengths) if packing is None else None,
@@ -233,11 +215,6 @@ class BatchSchedule(Schedule):
         what.append(self.config()["subset"] or "")
         path = pathlib.Path(lengths.filename)
         return path.with_name(f"{path.stem}-{digest(repr(what).encode())}.rows.npy")
-
-    @property
-    def _repeats(self) -> bool:
-        """Whether rows that would be empty repeat examples."""
-        return self.remainder == "repeat"
 
     @property
     def flow(self) -> RowFlow:
@@ -260,23 +237,21 @@ class BatchSchedule(Schedule):
 
     def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
         epoch, position = divmod(check_step(step), self.steps_per_epoch)
-        first = position * self._batches_per_step
-        positions = range(first, first + self._batches_per_step)
+        positions = self._rows.positions(position)
         batches = (part for x in positions for part in self._batches(epoch, x))
-        repeats = self._order.replacement or self._repeats
+        repeats = self._order.replacement or self.remainder == "repeat"
         for number, indices in enumerate(batches, position * self.accumulate):
             yield indices, BatchDraws(self.seed, epoch, number if repeats else None)
 
     def _batches(self, epoch: int, position: int) -> list[BatchIndices]:
         """Returns the micro-batches of the batch at a position of the order."""
-        if position >= self._rows.num_batches:
-            if not self._repeats:
-                return [self._filler]
-            position %= self._rows.num_batches
-        index, examples = self._epochs.batch(epoch, position)
+        repeats = self.remainder == "repeat"
+        if position >= self._rows.num_batches and not repeats:
+            return [self._filler]
+        index, examples = self._epochs.batch(epoch, position % self._rows.num_batches)
         bucket = self.plan.buckets[index]
         rows = np.resize(examples, int(self._rows.sizes[index]))
-        if not self._repeats:
+        if not repeats:
             rows[len(examples) :] = EMPTY_ROW
         parts = rows.reshape(-1, bucket.batch_size)
         if (packed := self._packed_rows) is None:
@@ -310,22 +285,15 @@ class BatchSchedule(Schedule):
         """
         if self._order.replacement:
             raise ValueError(
-                "A report requires that an epoch has every example once. This does not "
-                "hold with `replacement=True`. Count the rows of batches instead: "
-                "`schedule.micro_batches(step)` has those of a step."
+                "With `replacement=True`, an epoch has no exact numbers. Count the "
+                "rows of its batches instead: `schedule.micro_batches(step)`."
             )
         lengths, columns, others = self._row_lengths, self.columns, 0
         if self.subset is not None:
             others = int(np.count_nonzero(~self.subset))
             columns = columns[self.subset]
             lengths = columns if self.packing is None else lengths
-        epoch = report(
-            self._rows.plan,
-            lengths,
-            remainder=self.remainder,
-            accumulate=self.accumulate,
-            group=self.group,
-        )
+        epoch = self._rows.report(lengths)
         epoch = dataclasses.replace(epoch, unselected_examples=others)
         rows = self._fixed_rows()
         if self.packing is not None:

@@ -31,9 +31,8 @@ class CombinedSchedule(Schedule):
             isinstance(x, Schedule) and not x.names for x in self._components
         ):
             raise ValueError(
-                f"`schedules={components}`: pass at least one `BatchSchedule` or other "
-                "schedule without names. The weights of a mixture change by "
-                "`weights={0: ..., 1000: ...}`."
+                f"`schedules={components}`: pass at least one schedule without names. "
+                "To change weights of a mixture, pass `weights={0: ..., 1000: ...}`."
             )
         kinds = {
             (
@@ -47,8 +46,7 @@ class CombinedSchedule(Schedule):
             raise ValueError(
                 "`schedules` differ in their sequences, in whether rows are packed, or "
                 "in which end of examples is truncated. Plan with the same `overlong`, "
-                "or use a `Mixture` of a mapping from names to schedules, with a "
-                "source for each."
+                "or use a `Mixture` with names, and a source for each."
             )
         plans = [plan for x in self._components for plan in x.plans]
         self.plans = tuple({plan.fingerprint: plan for plan in plans}.values())

@@ -68,8 +68,7 @@ class JoinedSchedule(CombinedSchedule):
             if schedule.data_fingerprint != first.data_fingerprint:
                 raise ValueError(
                     f"`schedules[{step}]` has other lengths than `schedules[0]`. Pass "
-                    "schedules of the same source. To add examples at a later step, "
-                    "leave them out before with `subset`."
+                    "all lengths to each. To add examples later, use `subset` before."
                 )
         self.lengths, self.parts = first.lengths, first.parts
         # The epoch with which each schedule starts.

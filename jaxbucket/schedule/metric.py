@@ -38,15 +38,10 @@ from jaxbucket.schedule.recent import recent
 class Metric:
     """The difficulty of every example by one metric, and the function that opens them.
 
-    Args:
-      name: the argument that the difficulties come from, for messages.
-      difficulty: `[N]` finite numbers, or a `DifficultyIndex`.
-      pacing: the pacing function.
-
     Attributes:
-      name: as above.
-      values: `[N]` numbers, the difficulties.
-      pacing: as above.
+      name: the argument that the difficulties come from, for messages.
+      values: `[N]` finite numbers, the difficulties.
+      pacing: the pacing function.
     """
 
     def __init__(
@@ -149,10 +144,6 @@ class OpenExamples:
     """The open examples of every epoch. The two most recent results are cached.
 
     At least the easiest examples are open at every batch.
-
-    Args:
-      metrics: the metrics.
-      rows: the rows of an epoch.
     """
 
     def __init__(self, metrics: Sequence[Metric], rows: EpochRows):

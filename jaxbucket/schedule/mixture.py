@@ -24,7 +24,7 @@ from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.combined import CombinedSchedule, change_steps
 from jaxbucket.schedule.example_draws import BatchDraws
-from jaxbucket.schedule.turns import Turns
+from jaxbucket.schedule.spread import Turns
 
 StepWeights: TypeAlias = Sequence[float] | Mapping[str, float]
 # The least share of a component.
@@ -161,7 +161,14 @@ class Mixture(CombinedSchedule):
         self.parts = self._join_parts()
         sizes = [len(x.lengths) for x in self.schedules]
         self._first_rows = [0, *itertools.accumulate(sizes)][:-1]
-        self._turns_per_step = self._group(check_accumulate(accumulate))
+        self._turns_per_step = accumulate = check_accumulate(accumulate)
+        numbers = sorted({schedule.accumulate for schedule in self.schedules})
+        if len(numbers) > 1 or (numbers[0] > 1 and accumulate > 1):
+            raise ValueError(
+                f"`schedules` have `accumulate` of {numbers}, the mixture {accumulate}."
+                " Set it only for the mixture, or to the same for each component."
+            )
+        self.accumulate = max(numbers[0], accumulate)
         self._set_weights(self._by_step(weights))
 
     def _set_weights(self, weights: dict[int, list[float]]) -> None:
@@ -184,18 +191,6 @@ class Mixture(CombinedSchedule):
             name: np.concatenate([parts[name] for parts in columns])
             for name in columns[0]
         }
-
-    def _group(self, accumulate: int) -> int:
-        """Sets `accumulate` and returns the number of turns in a step."""
-        numbers = sorted({schedule.accumulate for schedule in self.schedules})
-        if len(numbers) > 1 or (numbers[0] > 1 and accumulate > 1):
-            raise ValueError(
-                f"`schedules` have `accumulate` of {numbers}, and the mixture has "
-                f"{accumulate}. Set `accumulate` only for the mixture, or the same "
-                "number for each component."
-            )
-        self.accumulate = max(numbers[0], accumulate)
-        return accumulate
 
     def _by_step(self, weights: Weights) -> dict[int, list[float]]:
         """Returns step -> the weights of all components from this step on."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxbucket.base.permutation import fold, permute
-from jaxbucket.schedule.epoch_rows import EpochRows, shuffled_slots
+from jaxbucket.schedule.epoch_rows import EpochRows
 from jaxbucket.schedule.metric import OpenExamples
 from jaxbucket.schedule.recent import recent
 
@@ -26,9 +26,8 @@ class PacedOrder:
 
     Args:
       opened: the open examples of every epoch.
-      rows: the rows of an epoch.
-      seed: the seed of all random choices.
-      first: a batch of the bucket with which the first epoch starts; None for any.
+      rows, seed, first: as for `Order.epoch_order`. The first epoch starts with the
+        bucket of `first`.
     """
 
     def __init__(
@@ -38,14 +37,20 @@ class PacedOrder:
         self._rows = rows
         self._seed = seed
         self._first = None if first is None else int(rows.bucket_of(first))
-        self._epochs: dict[int, _DealtEpoch] = {}
+        self._epochs: dict[int, tuple[np.ndarray, ...]] = {}
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
-        dealt = recent(self._epochs, epoch, lambda: self._deal(epoch))
-        examples = dealt.examples[dealt.ends[position] : dealt.ends[position + 1]]
-        return int(dealt.buckets[position]), examples.astype(np.int64)
+        buckets, ends, dealt = recent(self._epochs, epoch, lambda: self._deal(epoch))
+        examples = dealt[ends[position] : ends[position + 1]]
+        return int(buckets[position]), examples.astype(np.int64)
 
-    def _deal(self, epoch: int) -> _DealtEpoch:
+    def _deal(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the S batches of an epoch.
+
+        Returns:
+          `[S]` integers, the bucket of each batch; `[S + 1]` integers, the places where
+          its examples start and end; and the examples of all batches.
+        """
         sizes = self._rows.sizes.tolist()
         left = [self._examples(epoch, bucket) for bucket in range(len(sizes))]
         buckets, batches = [], []
@@ -57,7 +62,7 @@ class PacedOrder:
             ]
             for number in range(rise.num_batches):
                 for pool in pools:
-                    pool.open(number)
+                    pool.open(pool.open_at[number])
                 key = fold(self._seed, epoch, len(pools), len(batches))
                 bucket = _choose(pools, key)
                 if epoch == len(batches) == 0 and self._first is not None:
@@ -66,26 +71,12 @@ class PacedOrder:
                 batches.append(pools[bucket].draw(key))
             left = [pool.left() for pool in pools]
         ends = np.cumsum([0, *map(len, batches)])
-        return _DealtEpoch(np.array(buckets), ends, np.concatenate(batches))
+        return np.array(buckets), ends, np.concatenate(batches)
 
     def _examples(self, epoch: int, bucket: int) -> np.ndarray:
         """Returns the rows that a bucket has in a shuffled epoch."""
         row = np.arange(self._rows.flow.rows[bucket])
-        return self._rows.examples(bucket, row, shuffled_slots(self._seed, epoch))
-
-
-class _DealtEpoch(NamedTuple):
-    """All batches of one epoch.
-
-    Attributes:
-      buckets: `[S]` integers, the bucket of each batch.
-      ends: `[S + 1]` integers: batch s has `examples[ends[s] : ends[s + 1]]`.
-      examples: the examples of all batches, concatenated.
-    """
-
-    buckets: np.ndarray
-    ends: np.ndarray
-    examples: np.ndarray
+        return self._rows.examples(bucket, row, self._seed, epoch)
 
 
 class _Pool:
@@ -104,7 +95,7 @@ class _Pool:
     ):
         self._examples = examples
         self._keys = keys
-        self._open_at = num_open.tolist()
+        self.open_at: list[int] = num_open.tolist()
         self._size = size
         # Positions in `examples`. The positions before `_next` are open or were drawn.
         self._next = 0
@@ -134,16 +125,12 @@ class _Pool:
             return math.inf
         return int(self._keys[self._next + max(self._need - self._num_open, 1) - 1])
 
-    def open(self, number: int) -> None:
-        """Opens the examples that are open at a batch."""
-        self._move(self._open_at[number])
-
     def left(self) -> np.ndarray:
         """Returns the examples that were not drawn, in the order of their opening."""
         is_open = np.sort(self._open[: self._num_open])
         return np.concatenate([self._examples[is_open], self._examples[self._next :]])
 
-    def _move(self, last: int) -> None:
+    def open(self, last: int) -> None:
         """Opens the examples before a position."""
         if (count := last - self._next) > 0:
             moved = np.arange(self._next, last)
@@ -154,7 +141,7 @@ class _Pool:
     def draw(self, key: int) -> np.ndarray:
         """Returns the examples of the next batch, and opens more if necessary."""
         need = self._need
-        self._move(self._next + need - self._num_open)
+        self.open(self._next + need - self._num_open)
         slots = permute(np.arange(need), self._num_open, key)
         drawn = self._open[slots]
         # Open examples from the end replace those that were drawn.
@@ -193,8 +180,7 @@ class OpenDraws:
 
     Args:
       opened: the open examples of every epoch.
-      rows: the rows of an epoch, which define the number of batches in an epoch.
-      seed: the seed of all random choices.
+      rows, seed: as for `Order.epoch_order`.
     """
 
     def __init__(self, opened: OpenExamples, rows: EpochRows, seed: int):
@@ -205,19 +191,16 @@ class OpenDraws:
 
     def batch(self, epoch: int, position: int) -> tuple[int, np.ndarray]:
         counts, examples = self.open_examples(epoch, position)
-        bucket, key = self._bucket(epoch, position, counts)
-        size, num_open = int(self._rows.sizes[bucket]), counts[bucket]
-        drawn = permute(np.arange(min(size, num_open)), num_open, key)
-        # If fewer examples than rows are open, they are repeated evenly.
-        return bucket, examples[bucket][np.resize(drawn, size)].astype(np.int64)
-
-    def _bucket(self, epoch: int, position: int, counts: list[int]) -> tuple[int, int]:
-        """Returns a bucket, drawn by the batches of its open examples, and a key."""
         sizes = self._rows.sizes.tolist()
+        # In proportion to the batches of the open examples.
         pairs = zip(counts, sizes, strict=True)
         weights = [count * _WEIGHT_UNIT // size for count, size in pairs]
         key = fold(self._seed, epoch, len(sizes), position)
-        return _draw_index(weights, key), key
+        bucket = _draw_index(weights, key)
+        size, num_open = sizes[bucket], counts[bucket]
+        drawn = permute(np.arange(min(size, num_open)), num_open, key)
+        # If fewer examples than rows are open, they are repeated evenly.
+        return bucket, examples[bucket][np.resize(drawn, size)].astype(np.int64)
 
     def open_examples(
         self, epoch: int, position: int

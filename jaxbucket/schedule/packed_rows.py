@@ -46,9 +46,6 @@ class PackedRows:
       is_kept: `[N]` bool, whether each example takes part; None if all do.
       seed: the seed of the permutations; None for source order in every epoch.
       difficulty: `[N]` numbers, if easy examples share rows; this needs a seed.
-
-    Attributes:
-      is_kept: as above.
     """
 
     def __init__(
@@ -74,7 +71,13 @@ class PackedRows:
         ordered = lengths[self._examples]
         if is_kept is not None:
             self._examples = np.flatnonzero(is_kept)[self._examples]
-        self._check_same(ordered, slot_lengths[slots])
+        if not np.array_equal(slot_lengths[slots], ordered):
+            raise ValueError(
+                f"`packing` was created for {len(slots)} examples with "
+                f"{packing.slot_lengths.sum()} tokens, and not for the {len(ordered)} "
+                "examples of `lengths` that take part. The data, the `subset` or the "
+                "plan's `overlong` differ: pack with those of the schedule."
+            )
         # Every length has as many slots as examples, so sorted slots match examples.
         self._places = np.empty(len(slots), slots.dtype)
         self._places[slots] = np.arange(len(slots), dtype=slots.dtype)
@@ -86,16 +89,6 @@ class PackedRows:
             assert seed is not None
             self._by_difficulty = _SlotsByDifficulty(
                 packing, self._examples, ordered, slot_lengths, difficulty, seed
-            )
-
-    def _check_same(self, lengths: np.ndarray, packed: np.ndarray) -> None:
-        if len(packed) != len(lengths) or np.any(packed != lengths):
-            raise ValueError(
-                f"`packing` was created for {len(packed)} examples with "
-                f"{self._packing.slot_lengths.sum()} tokens, which are not the "
-                f"{len(lengths)} examples of `lengths` that take part. The data, the "
-                "`subset` or the plan's `overlong` are not those of the packing: pack "
-                "the lengths of the subset, with `overlong` of the plan."
             )
 
     def examples(self, epoch: int, rows: np.ndarray) -> np.ndarray:
@@ -136,12 +129,7 @@ class PackedRows:
         return self._examples[starts + permute_each(places - starts, sizes, keys)]
 
     def largest(self, values: np.ndarray, epoch: int) -> np.ndarray:
-        """Returns the largest value of the examples of each row in an epoch, `[R]`.
-
-        Args:
-          values: `[N]` numbers, one per example.
-          epoch: the epoch, counted from 0.
-        """
+        """Returns the largest value of the examples of each row in an epoch, `[R]`."""
         starts = self._packing.row_splits[:-1]
         examples = self._drawn(epoch, np.arange(self._packing.num_examples))
         return np.maximum.reduceat(values[examples], starts)
@@ -154,10 +142,8 @@ class _SlotsByDifficulty:
     at 4 bytes per example each.
 
     Args:
-      packing: the packing.
-      examples: `[n]` integers, the packed examples by length.
-      lengths: `[n]` integers, their lengths.
-      slot_lengths: `[n]` integers, the lengths of the slots.
+      packing: the packing, with the `slot_lengths` of its n slots.
+      examples, lengths: `[n]` integers each, the packed examples and their lengths.
       difficulty: `[N]` numbers, one per example of the source.
       seed: the seed of all random choices.
     """
@@ -197,19 +183,16 @@ class _SlotsByDifficulty:
         fractions = (permute(np.arange(size), size, key) << _PLACE_BITS) // size
         places = (self._places << _PLACE_BITS) + fractions * self._moves
         examples = self._sorted[np.lexsort((places, self._lengths))]
-        slots = self._slots(epoch)
-        slots = slots[_by_length(self._slot_lengths[slots])]
-        assigned = np.empty_like(examples)
-        assigned[slots] = examples
-        return assigned
-
-    def _slots(self, epoch: int) -> np.ndarray:
-        """Returns the slots of all rows, in the order of the rows in an epoch."""
+        # The slots of all rows, in the order of the rows in this epoch.
         packing, key = self._packing, fold(self._seed, epoch, _ROW_KEY)
         rows = permute(np.arange(packing.num_rows), packing.num_rows, key)
         sizes = packing.row_segments[rows]
         shift = packing.row_splits[rows] - (np.cumsum(sizes) - sizes)
-        return np.arange(packing.num_examples) + np.repeat(shift, sizes)
+        slots = np.arange(packing.num_examples) + np.repeat(shift, sizes)
+        slots = slots[_by_length(self._slot_lengths[slots])]
+        assigned = np.empty_like(examples)
+        assigned[slots] = examples
+        return assigned
 
 
 def _groups(is_first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -252,8 +235,8 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
         cheapest(columns, plan.seq_lens, plan.costs / plan.batch_sizes) < 0
     ):
         raise ValueError(
-            f"`packing` has rows of up to {columns.max(axis=0).tolist()} tokens, which "
-            f"`plan` with {plan.buckets[-1]} as its longest bucket does not hold. Plan "
-            "for `packing.row_lengths` with `boundaries=packing.seq_lens`."
+            f"`packing` has rows of up to {columns.max(axis=0).tolist()} tokens, above "
+            f"{plan.buckets[-1]}, the last of `plan`. Plan for `packing.row_lengths` "
+            "with `boundaries=packing.seq_lens`."
         )
     return plan.unpacked.check(lengths)

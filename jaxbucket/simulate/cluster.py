@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
 from jaxbucket.plan.costs import SECONDS, CostFn
@@ -99,17 +98,17 @@ class Cluster:
         if self.step_seconds is None:
             if plan.cost_unit != SECONDS:
                 raise ValueError(
-                    f"The costs of `plan` are in {plan.cost_unit}, not in seconds. "
-                    "Pass `step_seconds`, such as `StepTime.fit(...)`; on the command "
-                    "line, --step-times or --per-second."
+                    f"The costs of `plan` are in {plan.cost_unit}. Pass `step_seconds`"
+                    ", on the command line --step-times or --per-second."
                 )
             return np.asarray(plan.costs, np.float64)
-        return np.array([self._step_time(x) for x in plan.buckets])
-
-    def _step_time(self, bucket: Bucket) -> float:
-        assert self.step_seconds is not None
-        value = self.step_seconds(bucket.batch_size, bucket.seq_len)
-        return check_float(f"step_seconds of {bucket}", value)
+        step = self.step_seconds
+        return np.array(
+            [
+                check_float(f"step_seconds of {x}", step(x.batch_size, x.seq_len))
+                for x in plan.buckets
+            ]
+        )
 
     def slowest(
         self, rng: np.random.Generator, number: int
@@ -127,7 +126,8 @@ class Cluster:
         )
         skew = np.asarray(self.skew, np.float64)
         if skew.ndim:
-            return _at_shares(np.sort(skew), shares[0]), deviations[1]
+            slowest = np.quantile(skew, shares[0], method="inverted_cdf")
+            return slowest, deviations[1]
         # The mean of the factors of all hosts is 1.
         return np.exp(skew * deviations[0] - skew**2 / 2), deviations[1]
 
@@ -150,12 +150,6 @@ class Cluster:
             return rng.choice(hours, number) * _SECONDS_PER_HOUR
         mean = hours.mean() * _SECONDS_PER_HOUR / self.num_hosts
         return rng.exponential(mean, number)
-
-
-def _at_shares(values: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """Returns the sorted values below which there are some shares of all values."""
-    places = (shares * len(values)).astype(np.int64)
-    return values[np.minimum(places, len(values) - 1)]
 
 
 def _checked(name: str, value: Any) -> float | np.ndarray:

@@ -92,30 +92,38 @@ def _simulated(
     rng = np.random.default_rng(0)
     slowest, deviations = cluster.slowest(rng, _DRAWS)
     compute = float(batches @ seconds)
-    steps = _steps(counts, seconds, max(num_points, _NUM_STEPS))
-    waits = _load_seconds(steps, cluster, slowest, deviations)
+    steps, rows, before = _steps(counts, seconds, max(num_points, _NUM_STEPS))
+    waits = _load_seconds(rows, before, cluster, slowest, deviations)
     steps["seconds"] = steps["seconds"] * slowest.mean() + waits
     parts = dict.fromkeys(PARTS, 0.0)
     parts["steps"] = compute * cluster.mean_factor
     parts["waiting"] = float(compute * (slowest.mean() - cluster.mean_factor))
     parts["data"] = float(waits.mean() * counts.steps_per_epoch)
+    work = sum(parts.values())
     parts["compile"] = float(cluster.compile_seconds * np.count_nonzero(batches))
-    work = parts["steps"] + parts["waiting"] + parts["data"]
-    total, interval = parts["compile"] + work, cluster.checkpoint_steps
-    ends = (total, total)
+    interval, overhead = cluster.checkpoint_steps, np.zeros(1)
     if cluster.hours_between_faults is not None or interval is not None:
-        interval, ends = _add_faults(parts, work, report.steps_per_epoch, cluster)
+        interval, costs = _replayed(work, report.steps_per_epoch, cluster)
+        means = costs.mean(axis=1).tolist()
+        parts |= zip(("checkpoints", "lost", "restarts"), means, strict=True)
+        overhead = costs.sum(axis=0)
+    ends = work + parts["compile"] + np.quantile(overhead, [0.05, 0.95])
     chosen = np.linspace(0, len(waits), min(num_points, len(waits)), endpoint=False)
-    steps = {name: values[chosen.astype(int)] for name, values in steps.items()}
+    chosen = chosen.astype(int)
+    steps = {name: values[chosen] for name, values in steps.items()}
     if learning_rate is not None:
-        steps["learning_rate"] = _learning_rates(learning_rate, counts, steps)
-    del steps["rows"], steps["before"]
+        rates = _learning_rates(learning_rate, counts, steps, rows[chosen])
+        steps["learning_rate"] = rates
     balance = _balance(counts, lengths, batches, cluster.num_devices, rng)
-    return SimulatedEpoch(counts.plan, report, parts, ends, interval, balance, steps)
+    low, high = ends.tolist()
+    return SimulatedEpoch(
+        counts.plan, report, parts, (low, high), interval, balance, steps
+    )
 
 
 def _load_seconds(
-    steps: dict[str, np.ndarray],
+    rows: np.ndarray,
+    before: np.ndarray,
     cluster: Cluster,
     slowest: np.ndarray,
     deviations: np.ndarray,
@@ -126,15 +134,15 @@ def _load_seconds(
     times of its rows are independent, so their sum is about normally distributed.
 
     Args:
-      steps: what the steps train on, and the `before` seconds of the step before them.
+      rows: `[n]`, the rows of each step on all hosts.
+      before: `[n]` seconds of the step before on the mean host.
       cluster: the machines.
       slowest, deviations: the draws of `Cluster.slowest`.
     """
-    rows = steps["rows"] / cluster.num_hosts
     times = np.asarray(cluster.row_seconds, np.float64)
     mean, deviation = times.mean(), times.std()
     # Few steps differ, because a plan has few buckets.
-    kinds = np.stack([rows, steps["before"]], axis=1)
+    kinds = np.stack([rows / cluster.num_hosts, before], axis=1)
     kinds, places = np.unique(kinds, axis=0, return_inverse=True)
     waits = [
         np.maximum(
@@ -146,34 +154,22 @@ def _load_seconds(
     return np.array(waits)[places.reshape(-1)]
 
 
-def _add_faults(
-    parts: dict[str, float], work: float, num_steps: int, cluster: Cluster
-) -> tuple[int, tuple[float, float]]:
-    """Adds the parts of checkpoints and faults.
-
-    Returns:
-      The steps between two checkpoints, and the range of the seconds of an epoch.
-    """
-    step = work / num_steps
-    costs = (cluster.checkpoint_seconds, cluster.restart_seconds)
-    gaps, interval = cluster.fault_gaps, cluster.checkpoint_steps
-    interval = interval or best_interval(work, step, *costs, gaps)
-    runs = replay(work, interval * step, *costs, gaps)
-    if not np.isfinite(runs.overhead).all():
+def _replayed(work: float, num_steps: int, cluster: Cluster) -> tuple[int, np.ndarray]:
+    """Returns the steps between two checkpoints, and what `replay` returns for them."""
+    step, interval = work / num_steps, cluster.checkpoint_steps
+    interval = interval or best_interval(work, step, cluster)
+    costs = replay(work, interval * step, cluster)
+    if not np.isfinite(costs).all():
         raise ValueError(
             f"`checkpoint_steps={interval}` take {interval * step:,.0f} s, and no such "
-            "time passes without a fault. Write checkpoints more often, on fewer "
-            "hosts, or with more `hours_between_faults`."
+            "time passes without a fault. Lower it, or `num_hosts`."
         )
-    for name in ("checkpoints", "lost", "restarts"):
-        parts[name] = float(getattr(runs, name).mean())
-    ends = work + parts["compile"] + np.quantile(runs.overhead, [0.05, 0.95])
-    return interval, (float(ends[0]), float(ends[1]))
+    return interval, costs
 
 
 def _steps(
     counts: BatchCounts, seconds: np.ndarray, num_points: int
-) -> dict[str, np.ndarray]:
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Returns what some steps, about equally distant, train on.
 
     Args:
@@ -182,42 +178,47 @@ def _steps(
       num_points: the number of steps.
 
     Returns:
-      Arrays by name: the "step"; its "examples", "rows" (empty ones included),
-      "positions", real "tokens" and "seconds"; and those of the step "before".
+      Arrays by name: the "step"; its "examples", "positions", real "tokens" and
+      "seconds". Then its rows, empty ones included, and the seconds of the step before.
     """
     total, plan = counts.steps_per_epoch, counts.plan
     number = min(num_points, total)
-    places = {bucket: place for place, bucket in enumerate(plan.buckets)}
-    means, rows = _tokens_per_row(counts), []
-    for place in range(number):
-        # Anywhere in its part of the epoch, because buckets may come periodically.
-        step = place * total // number + mix(place) % (total // number)
-        parts = counts.micro_batches(step)
-        index = [places[bucket] for bucket, _ in parts]
-        filled = np.array([examples for _, examples in parts])
-        earlier = [places[x] for x, _ in counts.micro_batches(step - 1)] if step else []
-        rows.append(
-            {
-                "step": step,
-                "examples": int(filled.sum()),
-                "rows": int(plan.batch_sizes[index].sum()),
-                "positions": sum(bucket.num_tokens for bucket, _ in parts),
-                "tokens": float(filled @ means[index]),
-                "seconds": float(seconds[index].sum()),
-                "before": float(seconds[earlier].sum()),
-            }
-        )
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    # Anywhere in its part of the epoch, because buckets may come periodically.
+    offsets = (mix(place) % (total // number) for place in range(number))
+    chosen = [place * total // number + x for place, x in enumerate(offsets)]
+    batches, examples = _batches_of(counts, chosen)
+    earlier, _ = _batches_of(counts, [step - 1 for step in chosen])
+    steps = {
+        "step": np.array(chosen),
+        "examples": examples.sum(axis=1),
+        "positions": batches @ (plan.batch_sizes * plan.tokens_per_row),
+        "tokens": examples @ _tokens_per_row(counts),
+        "seconds": batches @ seconds,
+    }
+    return steps, batches @ plan.batch_sizes, earlier @ seconds
+
+
+def _batches_of(counts: BatchCounts, steps: list[int]) -> np.ndarray:
+    """Returns the batches and the examples of each bucket in some steps, `[2, n, K]`.
+
+    Step -1 has none.
+    """
+    numbers = np.zeros((2, len(steps), len(counts.plan)), np.int64)
+    places = {bucket: place for place, bucket in enumerate(counts.plan.buckets)}
+    for row, step in enumerate(steps):
+        for bucket, examples in counts.micro_batches(step) if step >= 0 else ():
+            numbers[:, row, places[bucket]] += 1, examples
+    return numbers
 
 
 def _learning_rates(
-    schedule: Any, counts: BatchCounts, steps: dict[str, np.ndarray]
+    schedule: Any, counts: BatchCounts, steps: dict[str, np.ndarray], rows: np.ndarray
 ) -> np.ndarray:
     """Returns the learning rate of each of some steps, `[n]`."""
     from jaxbucket.optim.schedules import learning_rate_at
 
     report, total = counts.report, counts.steps_per_epoch
-    rows = zip(*(steps[x] for x in ("step", "examples", "tokens", "rows")), strict=True)
+    columns = (steps["step"], steps["examples"], steps["tokens"], rows)
     rates = [
         learning_rate_at(
             schedule,
@@ -228,7 +229,7 @@ def _learning_rates(
             num_tokens=tokens,
             num_rows=number,
         )
-        for step, examples, tokens, number in rows
+        for step, examples, tokens, number in zip(*columns, strict=True)
     ]
     return np.array(rates)
 

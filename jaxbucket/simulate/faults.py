@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import TypeAlias
-
 import numpy as np
 
-# (random numbers, number) -> `[number]` seconds until the next fault.
-Gaps: TypeAlias = Callable[[np.random.Generator, int], np.ndarray]
+from jaxbucket.simulate.cluster import Cluster
+
 # Runs that are replayed for a result, and to compare intervals.
 _RUNS, _FEW_RUNS = 200, 64
 # Intervals that are compared, and the faults that are enough to compare them.
@@ -18,59 +14,38 @@ _INTERVALS, _ENOUGH_FAULTS = 40, 50
 _FRUITLESS = 1000
 
 
-@dataclasses.dataclass(frozen=True)
-class Replay:
-    """Runs with random faults, `[n]` seconds each.
-
-    Attributes:
-      checkpoints: seconds in which checkpoints were written.
-      lost: seconds of steps that were repeated after a fault, since the last
-        checkpoint.
-      restarts: seconds of restarts.
-    """
-
-    checkpoints: np.ndarray
-    lost: np.ndarray
-    restarts: np.ndarray
-
-    @property
-    def overhead(self) -> np.ndarray:
-        """`[n]` seconds, the sum of all of these."""
-        return self.checkpoints + self.lost + self.restarts
-
-
 def replay(
-    work: float,
-    interval: float,
-    checkpoint: float,
-    restart: float,
-    gaps: Gaps,
-    num_runs: int = _RUNS,
-) -> Replay:
+    work: float, interval: float, cluster: Cluster, num_runs: int = _RUNS
+) -> np.ndarray:
     """Replays runs until their work is done.
 
     Example: a fault after 103 seconds, 10 seconds after the third checkpoint. The
     checkpoints, one every 30 seconds of steps, take 1 second each.
-      >>> runs = replay(180, 30, 1, 5, lambda rng, number: np.full(number, 103.0), 1)
-      >>> runs.checkpoints.item(), runs.lost.item(), runs.restarts.item()
-      (5.0, 10.0, 5.0)
+      >>> cluster = Cluster(
+      ...     hours_between_faults=[103 / 3600], restart_seconds=5, checkpoint_seconds=1
+      ... )
+      >>> replay(180, 30, cluster, num_runs=1).round().tolist()
+      [[5.0], [10.0], [5.0]]
 
     Args:
       work: the seconds of all steps.
       interval: the seconds of steps between two checkpoints.
-      checkpoint: the seconds to write one.
-      restart: the seconds after a fault until steps go on. A fault does not come in
-        these.
-      gaps: draws the seconds until the next fault.
+      cluster: the machines. No fault comes during a restart.
       num_runs: the number of runs.
+
+    Returns:
+      `[3, num_runs]` seconds: those in which checkpoints were written, those of steps
+      that were lost in a fault since the last checkpoint, and those of restarts. They
+      are infinite if no interval passes without a fault.
     """
     rng = np.random.default_rng(0)
+    checkpoint, restart = cluster.checkpoint_seconds, cluster.restart_seconds
     left = np.full(num_runs, float(work))
     totals = np.zeros((3, num_runs))
     active = np.arange(num_runs)
     fruitless = 0
     while len(active) and fruitless < _FRUITLESS:
-        gap, to_do = gaps(rng, num_runs)[active], left[active]
+        gap, to_do = cluster.fault_gaps(rng, num_runs)[active], left[active]
         # No checkpoint follows the last step.
         needed = to_do + checkpoint * np.ceil(to_do / interval - 1)
         is_done = needed <= gap
@@ -84,12 +59,10 @@ def replay(
         fruitless = 0 if cycles.any() or is_done.any() else fruitless + 1
         active = active[~is_done]
     totals[:, active] = np.inf
-    return Replay(*totals)
+    return totals
 
 
-def best_interval(
-    work: float, step: float, checkpoint: float, restart: float, gaps: Gaps
-) -> int:
+def best_interval(work: float, step: float, cluster: Cluster) -> int:
     """Returns the number of steps between two checkpoints that loses least.
 
     Intervals around that of Young (1974), `sqrt(2 * checkpoint * mean gap)`, are
@@ -98,15 +71,13 @@ def best_interval(
     Args:
       work: the seconds of all steps.
       step: the mean seconds of a step.
-      checkpoint, restart, gaps: as for `replay`.
+      cluster: the machines.
     """
-    mean = float(gaps(np.random.default_rng(0), 10_000).mean())
-    young = np.sqrt(2 * max(checkpoint, step / 100) * mean) / step
+    mean = float(cluster.fault_gaps(np.random.default_rng(0), 10_000).mean())
+    checkpoint = max(cluster.checkpoint_seconds, step / 100)
+    young = np.sqrt(2 * checkpoint * mean) / step
     ratios = np.geomspace(1 / 8, 8, _INTERVALS)
     steps = np.unique(np.clip(np.rint(young * ratios), 1, max(1, work // step)))
     some = min(work, _ENOUGH_FAULTS * mean)
-    overheads = [
-        replay(some, x * step, checkpoint, restart, gaps, _FEW_RUNS).overhead.mean()
-        for x in steps
-    ]
-    return int(steps[np.argmin(overheads)])
+    costs = [replay(some, x * step, cluster, _FEW_RUNS).sum() for x in steps]
+    return int(steps[np.argmin(costs)])

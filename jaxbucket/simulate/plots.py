@@ -21,11 +21,8 @@ _WINDOW = 8
 def plot_simulation(simulation: Simulation, figure: Figure | None = None) -> Figure:
     """Plots the parts of every epoch, and what its steps train on.
 
-    Lines are means over neighboring steps, so that buckets do not hide them.
-
-    Args:
-      simulation: the epochs.
-      figure: the figure to draw on; by default a new one.
+    Lines are means over neighboring steps, so that buckets do not hide them. They are
+    drawn on `figure`, by default on a new one.
     """
     if figure is None:
         from matplotlib.figure import Figure

@@ -1,10 +1,9 @@
 """Batches a stream of unknown lengths into a `grain.IterDataset[Batch]`.
 
-`reader` reads examples into a `pool` (or a `packed_pool`), after `overlong` has
-measured them. `iterator` takes batches from the pool, and saves and restores where it
-is; `lockstep` keeps the processes of a run in the same bucket until a `drain` empties
-their pools. `loader` reads the examples of other data loaders. This package does not
-import jax.
+`reader` reads examples into a `pool`, after `overlong` has measured them. `iterator`
+takes batches from the pool, and saves and restores where it is; `lockstep` keeps the
+processes of a run in the same bucket until a `drain` empties their pools. `loader`
+reads the examples of other data loaders. This package does not import jax.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

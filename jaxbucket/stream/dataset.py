@@ -1,8 +1,4 @@
-"""Batches of a stream whose lengths are not known in advance.
-
-Examples are collected in a pool. Each batch takes its examples from the pool and has
-one of the shapes of a plan.
-"""
+"""Batches of a stream whose lengths are not known in advance."""
 
 from __future__ import annotations
 

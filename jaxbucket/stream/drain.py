@@ -76,8 +76,7 @@ def rows_of_part(
       [2, 1]
 
     Args:
-      needed: `[P, K]`, the rows that each process needs in each bucket.
-      num_parts: `[P]`, the number of parts of the batch that each process has.
+      needed, num_parts: as for `cheapest_batches`.
       orders: the buckets whose examples fill the rows of each bucket, in order.
     """
     left = [list(rows) for rows in needed]

@@ -43,11 +43,7 @@ class DriftMonitor:
     def add_step(self, step: int, examples: int, tokens: int, positions: int) -> None:
         """Counts the examples of a step; warns at the end of a window, at most once.
 
-        Args:
-          step: the step.
-          examples: the number of examples in its rows.
-          tokens: the number of real tokens.
-          positions: the number of tokens with padding.
+        `tokens` are real ones, and `positions` include padding.
         """
         self._examples += examples
         self._tokens += tokens
@@ -57,7 +53,12 @@ class DriftMonitor:
         padding = 1 - self._tokens / self._positions
         self._examples = self._tokens = self._positions = 0
         if self._planned is None:
-            self._planned = self._padding_of_sample(padding)
+            self._planned = padding
+            plan, sample = self._phase.plan, self._phase.sample
+            if sample is not None and not self._is_packed:
+                lengths = plan.kept_lengths(sample)
+                planned = plan.tokens_per_row[plan.assign(lengths)]
+                self._planned = 1 - float(lengths.sum() / planned.sum())
         if padding > self._planned + _MAX_RISE:
             self._is_over = True
             warnings.warn(
@@ -69,11 +70,3 @@ class DriftMonitor:
                 DriftWarning,
                 stacklevel=2,
             )
-
-    def _padding_of_sample(self, padding: float) -> float:
-        plan, sample = self._phase.plan, self._phase.sample
-        if sample is None or self._is_packed:
-            return padding
-        lengths = plan.kept_lengths(sample)
-        positions = plan.tokens_per_row[plan.assign(lengths)]
-        return 1 - float(lengths.sum() / positions.sum())

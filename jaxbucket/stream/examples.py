@@ -8,12 +8,7 @@ from typing import Any, TypeAlias, cast
 
 import grain
 
-from jaxbucket.base.checks import (
-    check_function,
-    check_positive,
-    check_seed,
-    check_type,
-)
+from jaxbucket.base.checks import check_function, check_positive, check_seed, check_type
 from jaxbucket.base.padding import PadValue, check_pad_value
 from jaxbucket.base.permutation import fold
 from jaxbucket.data.example import (
@@ -26,6 +21,7 @@ from jaxbucket.data.example import (
 from jaxbucket.data.example_spec import axis_labels
 
 EpochDataset: TypeAlias = Callable[[int, int], grain.IterDataset]
+_REMEDY = "Make one of any other loader: `jb.stream.from_loader(loader, to_example)`."
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,9 +52,7 @@ class ExampleStream:
         forever. Batches may mix the examples of consecutive epochs. A run may resume
         with a different number, unless its stream had already ended.
       sequences: the features that are padded; by default all with a leading axis. If
-        examples have several sequences: a mapping from each to the features that share
-        its length, by default only itself. A feature in several of them has an axis for
-        each, in the order of the mapping.
+        examples have several sequences: a mapping, as for `collate_rows`.
       pad_value: the value of padding: a number for all sequences, or a dict
         `{feature: number}`.
       transform: `(example, rng) -> example`, random augmentation, which may change the
@@ -86,7 +80,7 @@ class ExampleStream:
 
     def __post_init__(self):
         if not callable(self.dataset):
-            check_dataset("dataset", self.dataset)
+            check_type("dataset", self.dataset, grain.IterDataset, _REMEDY)
         if self.num_epochs is not None:
             self._set("num_epochs", check_positive("num_epochs", self.num_epochs))
         self._set("pad_value", check_pad_value(self.pad_value))
@@ -106,8 +100,8 @@ class ExampleStream:
         if isinstance(self.dataset, grain.IterDataset):
             return self.dataset
         dataset = self.dataset(epoch, epoch_seed(self.seed, epoch))
-        check_dataset(f"dataset({epoch}, seed)", dataset)
-        return dataset
+        name = f"dataset({epoch}, seed)"
+        return check_type(name, dataset, grain.IterDataset, _REMEDY)
 
     def config(self, names: Collection[str]) -> dict[str, Any]:
         """Returns what batches depend on, as plain Python for JSON.
@@ -133,14 +127,6 @@ def as_stream(
 ) -> ExampleStream:
     """Returns a dataset as a stream with the default options."""
     return dataset if isinstance(dataset, ExampleStream) else ExampleStream(dataset)
-
-
-def check_dataset(name: str, dataset: Any) -> None:
-    """Raises a ValueError with a remedy if something is not a `grain.IterDataset`."""
-    remedy = (
-        "Make one of any other loader: `jb.stream.from_loader(loader, to_example)`."
-    )
-    check_type(name, dataset, grain.IterDataset, remedy)
 
 
 def epoch_seed(seed: int, epoch: int) -> int:

@@ -26,6 +26,8 @@ from jaxbucket.stream.run import Phase, StreamRun
 
 # The number of steps that a loop may load ahead of the step that it saves.
 _STEPS_KEPT = 64
+# The keys of a state.
+_STATE = {"position", "counts", "pending", "round", "snapshot"}
 _REMEDY = (
     "Make it the same whenever it is read, by seeding all random draws. If a loader "
     "shuffles, pass a function of (epoch, seed) that creates it with this seed; if its "
@@ -41,60 +43,6 @@ class ServedStep(NamedTuple):
     num_pending: int
     oldest: int  # Index of the oldest pending example, or of the next to arrive.
     taken: list[int]  # Indices of the examples of the step.
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamState:
-    """The state of a stream before a step.
-
-    Attributes:
-      position: the step, and what the batches before it depend on.
-      counts: the counts of the examples that have been read.
-      pending: indices of the pending examples, ascending.
-      current_round: None if the step is the first of a round.
-      snapshot: the point from which the pending examples can be read again.
-    """
-
-    position: DataPosition
-    counts: StreamCounts
-    pending: list[int]
-    current_round: Round | None
-    snapshot: Snapshot
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain Python values, except for the state of the user's iterator.
-
-        The states of all steps have the same structure, so those parts whose structure
-        may differ are strings.
-        """
-        offsets = (self.counts.arrived - index for index in self.pending)
-        counts = dataclasses.asdict(self.snapshot.counts)
-        return {
-            "position": json.dumps(self.position.to_dict()),
-            "counts": dataclasses.asdict(self.counts),
-            "pending": " ".join(map(str, offsets)),
-            "round": json.dumps(self.current_round),
-            "snapshot": {**self.snapshot._asdict(), "counts": counts},
-        }
-
-    @classmethod
-    def from_dict(cls, state: Any) -> StreamState:
-        """Parses the result of `to_dict`."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"current_round"}
-        if not isinstance(state, Mapping) or state.keys() != {*names, "round"}:
-            raise ValueError(
-                "`state` is not the state of a stream of batches. Pass the result of "
-                "`get_state()` or `state_before(step)` of its iterator."
-            )
-        counts = StreamCounts(**state["counts"])
-        saved, snapshot = json.loads(state["round"]), state["snapshot"]
-        return cls(
-            DataPosition.from_dict(json.loads(state["position"])),
-            counts,
-            [counts.arrived - int(x) for x in state["pending"].split()],
-            None if saved is None else Round(*saved),
-            Snapshot(**{**snapshot, "counts": StreamCounts(**snapshot["counts"])}),
-        )
 
 
 class StreamIterator(grain.DatasetIterator[Batch]):
@@ -313,13 +261,18 @@ class StreamIterator(grain.DatasetIterator[Batch]):
                 f"Step {self._step} was interrupted while examples were moved from the "
                 "pool into rows. Resume from a state that was saved earlier."
             )
-        return StreamState(
-            self._position(step, before.counts),
-            before.counts,
-            pending,
-            self._lockstep.round_at(step),
-            self._reader.snapshot(before.oldest, before.counts.read),
-        ).to_dict()
+        offsets = (before.counts.arrived - index for index in pending)
+        snapshot = self._reader.snapshot(before.oldest, before.counts.read)
+        read = dataclasses.asdict(snapshot.counts)
+        # The states of all steps have the same structure, so those parts whose
+        # structure may differ are strings.
+        return {
+            "position": json.dumps(self._position(step, before.counts).to_dict()),
+            "counts": dataclasses.asdict(before.counts),
+            "pending": " ".join(map(str, offsets)),
+            "round": json.dumps(self._lockstep.round_at(step)),
+            "snapshot": {**snapshot._asdict(), "counts": read},
+        }
 
     def _position(self, step: int, counts: StreamCounts) -> DataPosition:
         """Returns what the state before a step depends on."""
@@ -342,9 +295,20 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             saved ones, or the stream no longer yields the same examples.
           Exception: any error of the stream.
         """
-        saved = StreamState.from_dict(state)
-        step = saved.position.step
-        saved.position.check_same(self._position(step, saved.counts))
+        if not isinstance(state, Mapping) or state.keys() != _STATE:
+            raise ValueError(
+                "`state` is not the state of a stream of batches. Pass the result of "
+                "`get_state()` or `state_before(step)` of its iterator."
+            )
+        counts, snapshot = StreamCounts(**state["counts"]), state["snapshot"]
+        snapshot = Snapshot(
+            **{**snapshot, "counts": StreamCounts(**snapshot["counts"])}
+        )
+        pending = {counts.arrived - int(x) for x in state["pending"].split()}
+        current = json.loads(state["round"])
+        position = DataPosition.from_dict(json.loads(state["position"]))
+        step = position.step
+        position.check_same(self._position(step, counts))
         self._reader.close()
         self._start(step)
         # This error applies until the state has been restored completely.
@@ -352,21 +316,20 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             "The last state that was set was rejected, so the iterator has no valid "
             "state. Call `set_state` with a saved state."
         )
-        self._reader.restore(saved.snapshot)
-        self._lockstep.restore(step, saved.current_round)
-        pending = set(saved.pending)
-        while self._reader.counts.read < saved.counts.read:
+        self._reader.restore(snapshot)
+        self._lockstep.restore(step, current and Round(*current))
+        while self._reader.counts.read < counts.read:
             examples = self._reader.read()
             if not examples:
                 break
             if found := [x for x in examples if x.index in pending]:
                 self._put(found)
         # By itself, the reader finds the end only when it reads on.
-        self._reader.counts.ended = saved.counts.ended
-        is_same = self._reader.counts == saved.counts
-        if not is_same or len(self._pool) != len(saved.pending):
+        self._reader.counts.ended = counts.ended
+        is_same = self._reader.counts == counts
+        if not is_same or len(self._pool) != len(pending):
             raise ValueError(
-                f"The stream has changed: it had {saved.counts}, and now has "
+                f"The stream has changed: it had {counts}, and now has "
                 f"{self._reader.counts}. {_REMEDY}"
             )
         self._failure = None

@@ -104,7 +104,7 @@ class LoaderDataset(grain.IterDataset[Example]):
         self._to_example = to_example
         self._resume = resume
         self._is_read = False
-        self.shard = shard
+        self.shard, self.resumes = shard, resume is not None
         self._beginning = self.loader_state()
         # Stands for the iterator that has moved the loader, which has only one state.
         # (PyTorch waits for its workers if a cycle of objects owns them.)
@@ -141,10 +141,6 @@ class LoaderDataset(grain.IterDataset[Example]):
         state = state or self._beginning
         if self._resume is not None and state is not None:
             self._resume.load_state_dict(json.loads(state))
-
-    def is_moved_by_another(self, reader: object) -> bool:
-        """Whether another iterator has moved the loader since this one was opened."""
-        return self._resume is not None and self.reader is not reader
 
     def examples(self, element: Any) -> list[Example]:
         """Returns the examples of an element.
@@ -188,8 +184,9 @@ class LoaderIterator(grain.DatasetIterator[Example]):
 
     def __next__(self) -> Example:
         self._assert_not_closed()
-        is_open = self._iterator is not None
-        if is_open and self._dataset.is_moved_by_another(self._token):
+        is_open, dataset = self._iterator is not None, self._dataset
+        if is_open and dataset.resumes and dataset.reader is not self._token:
+            # Another iterator has moved the loader since this one was opened.
             self.set_state(self.get_state())
         while self._num_taken == len(self._examples):
             self._save_loader_state()

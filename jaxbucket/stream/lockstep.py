@@ -106,10 +106,8 @@ class Lockstep:
         """Returns the round of a step; waits for all processes if a new one starts.
 
         Args:
-          step: the step.
-          phase: the phase of the step.
-          pool: the pending examples of this process.
-          reader: the reader of the stream of this process.
+          step, phase: the step and its phase.
+          pool, reader: the pending examples of this process, and what reads them.
           template: an example of the stream; None if no example has arrived.
         """
         if not self._run.meets:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Collection, Mapping
@@ -13,7 +12,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import MAX_LENGTH
-from jaxbucket.base.policies import TRUNCATING, Overlong
+from jaxbucket.base.policies import TRUNCATING
 from jaxbucket.data.example import Example, Sequences, copy_features
 from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.plan.flow.dominance import is_maximal
@@ -36,33 +35,27 @@ class LengthLimits:
         from each to its features.
       shapes: the T of each sequence in the longest buckets. An example that fits into
         any bucket fits into one of these.
-      overlong: the policy for examples that are too long, or one for each sequence.
+      policies: `[Q]`, the policy for each sequence that is too long.
     """
 
     names: tuple[str, ...]
     sequences: Sequences
     shapes: tuple[ExampleLengths, ...]
-    overlong: Overlong | Mapping[str, Overlong]
+    policies: tuple[str, ...]
 
     @classmethod
     def of_plan(cls, plan: BucketPlan, sequences: Sequences) -> LengthLimits:
         """Returns the limits of the buckets of a plan."""
         shapes = plan.seq_lens[is_maximal(plan.seq_lens)].tolist()
-        shapes = tuple(map(tuple, shapes))
-        return cls(plan.sequences, sequences, shapes, plan.overlong)
+        policies = tuple(map(plan.policy, plan.sequences or (None,)))
+        return cls(plan.sequences, sequences, tuple(map(tuple, shapes)), policies)
 
     @classmethod
     def unlimited(cls, names: Collection[str], sequences: Sequences) -> LengthLimits:
         """Returns limits that hold every length of 32 bits."""
-        shape = (MAX_LENGTH,) * max(1, len(names))
-        return cls(tuple(sorted(names)), sequences, (shape,), "error")
-
-    @functools.cached_property
-    def policies(self) -> tuple[Overlong, ...]:
-        """`[Q]`, the policy for each sequence that is too long."""
-        if isinstance(self.overlong, Mapping):
-            return tuple(self.overlong[name] for name in self.names)
-        return (self.overlong,) * max(1, len(self.names))
+        number = max(1, len(names))
+        shapes = ((MAX_LENGTH,) * number,)
+        return cls(tuple(sorted(names)), sequences, shapes, ("error",) * number)
 
     def apply(
         self, example: Example, counts: StreamCounts
@@ -74,7 +67,7 @@ class LengthLimits:
           counts: the counts of the stream, which are updated.
         """
         spec = ExampleSpec(example, self.sequences, self.names)
-        by_name = spec.lengths(spec.arrays)
+        by_name = spec.lengths()
         names = self.names or tuple(by_name)
         lengths = tuple(by_name[name] for name in names)
         if self._hold(lengths):

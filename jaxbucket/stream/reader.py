@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import grain
 
 from jaxbucket.base.notes import Noting
-from jaxbucket.data.example import Example, apply_transform, copy_features
+from jaxbucket.data.example import Example, copy_features
 from jaxbucket.schedule.example_draws import example_rng
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.loader import add_checksum
@@ -146,7 +146,8 @@ class StreamReader:
         if transform is None:
             return example
         rng = example_rng(self.examples.seed, self.part, epoch, index)
-        return apply_transform(transform, example, rng)
+        # A copy, because the stream may reuse its arrays.
+        return transform(copy_features(example), rng)
 
     def _opened(self) -> grain.DatasetIterator[Example]:
         if self._iterator is None:
@@ -155,9 +156,10 @@ class StreamReader:
 
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
+            policies = ", ".join(map(repr, self.limits.policies))
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example that is kept under "
-                f"`overlong={self.limits.overlong!r}`. Check its source."
+                f"`overlong={policies}`. Check its source."
             )
         if self._epoch + 1 == self.examples.num_epochs:
             self.counts.ended = True

@@ -17,13 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import (
-    check_choice,
-    check_lengths,
-    check_positive,
-)
+from jaxbucket.base.checks import check_choice, check_lengths, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.policies import GROUPS, Group
@@ -36,8 +31,7 @@ from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.overlong import LengthLimits
-from jaxbucket.stream.packed_pool import PackedPool
-from jaxbucket.stream.pool import PaddedPool, Pool
+from jaxbucket.stream.pool import PackedPool, PaddedPool, Pool
 from jaxbucket.stream.reader import StreamReader
 
 Policy: TypeAlias = Literal["closest", "first"]
@@ -105,7 +99,26 @@ class StreamRun:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases, in the order of their first steps."""
-        return _make_phases(self.plan, self.lengths, self)
+        plans, samples = _by_step(self.plan), _by_step(self.lengths)
+        if 0 not in plans or not all(isinstance(x, BucketPlan) for x in plans.values()):
+            kinds = {step: type(value).__name__ for step, value in plans.items()}
+            raise ValueError(
+                f"`plan` has {kinds} by first steps. Pass a `BucketPlan`, or a dict "
+                "`{first step: plan}` that includes step 0."
+            )
+        if len(samples) == 1 and 0 in samples:
+            samples = dict.fromkeys(plans, samples[0])
+        if samples.keys() != plans.keys():
+            raise ValueError(
+                f"`lengths` has the steps {sorted(samples)}, but `plan` "
+                f"{sorted(plans)}."
+            )
+        for step, plan in plans.items():
+            _check_later_plan(step, plan, plans[0])
+        return tuple(
+            _make_phase(step, plans[step], samples[step], self)
+            for step in sorted(plans)
+        )
 
     @property
     def has_all_rows(self) -> bool:
@@ -195,9 +208,7 @@ class StreamRun:
     def position(self, step: int, **options: Any) -> DataPosition:
         """Returns the position before a step.
 
-        Args:
-          step: the next step.
-          options: what the batches before it also depend on in this process.
+        `options` are what else its batches depend on in this process.
         """
         # The plan of the next step may change until this step is done.
         phase = self.phase_at(max(step - 1, 0))
@@ -226,37 +237,6 @@ class StreamRun:
             for phase in self.phases
             if start <= phase.first_step < end
         )
-
-
-def _make_phases(
-    plan: Plans, lengths: Samples | None, run: StreamRun
-) -> tuple[Phase, ...]:
-    """Returns the phases of plans, in the order of their first steps.
-
-    Args:
-      plan: a plan, or plans by their first steps.
-      lengths: the lengths that the plans were made for, or lengths by first steps.
-      run: the options of the stream.
-    """
-    plans = _by_step(plan)
-    if 0 not in plans or not all(isinstance(x, BucketPlan) for x in plans.values()):
-        kinds = {step: type(value).__name__ for step, value in plans.items()}
-        raise ValueError(
-            f"`plan` has {kinds} by first steps. Pass a `BucketPlan`, or a dict "
-            "`{first step: plan}` that includes step 0."
-        )
-    samples = _by_step(lengths)
-    if len(samples) == 1 and 0 in samples:
-        samples = dict.fromkeys(plans, samples[0])
-    if samples.keys() != plans.keys():
-        raise ValueError(
-            f"`lengths` has the steps {sorted(samples)}, but `plan` {sorted(plans)}."
-        )
-    for step in plans:
-        _check_later_plan(step, plans[step], plans[0])
-    return tuple(
-        _make_phase(step, plans[step], samples[step], run) for step in sorted(plans)
-    )
 
 
 def _by_step(value: Any) -> dict[int, Any]:
@@ -309,22 +289,17 @@ def _make_phase(
     return Phase(step, plan, sequence, rows, known, sample)
 
 
-def _rows_of(shard: RowShard, bucket: Bucket) -> int:
-    """Returns the rows of a batch in this process, which reads a stream of its own."""
-    of_bucket = shard.of(bucket)
-    if len(of_bucket.parts) * shard.cut(bucket) > len(shard.parts):
-        raise ValueError(
-            f"`shard` divides the rows of {bucket} over several processes, but each "
-            "process batches a stream of its own. Let at most the devices of a process "
-            "share a row: `data_mesh(max_row_shards=)`."
-        )
-    return len(of_bucket.rows(bucket.batch_size))
-
-
 def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
     """Returns the `[K]` rows of each batch in this process, all within `pool_size`."""
-    batches = run.micro_batches_per_bucket
-    rows = tuple(_rows_of(run.shard, bucket) for bucket in plan.buckets)
+    batches, shard, rows = run.micro_batches_per_bucket, run.shard, []
+    for bucket in plan.buckets:
+        of_bucket = shard.of(bucket)
+        if len(of_bucket.parts) * shard.cut(bucket) > len(shard.parts):
+            raise ValueError(
+                f"`shard` divides the rows of {bucket} over processes, and each has a "
+                "stream of its own. Lower `data_mesh(max_row_shards=)` to its devices."
+            )
+        rows.append(len(of_bucket.rows(bucket.batch_size)))
     needed = max(rows) * batches
     if run.pool_size < needed:
         of_batches = f" of {batches} batches" if batches > 1 else ""
@@ -332,4 +307,4 @@ def _local_rows(plan: BucketPlan, run: StreamRun) -> tuple[int, ...]:
             f"`pool_size={run.pool_size}` is smaller than the {needed} rows"
             f"{of_batches} of a bucket. Raise it to a few times this number."
         )
-    return rows
+    return tuple(rows)

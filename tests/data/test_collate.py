@@ -5,7 +5,7 @@ import pytest
 
 from jaxbucket import Bucket
 from jaxbucket.data import collate_rows, unbatch
-from jaxbucket.data.example_spec import example_lengths
+from jaxbucket.data.example_spec import ExampleSpec
 
 
 def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
@@ -161,8 +161,8 @@ def test_invalid_rows_are_refused(rows, options, message):
 
 def test_the_length_of_an_example_is_the_length_of_its_sequences():
     example = {"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}
-    assert example_lengths(example) == {"x": 3}
-    assert example_lengths({"x": [1, 2], "y": [1]}, ["y"]) == {"y": 1}
+    assert ExampleSpec(example).lengths() == {"x": 3}
+    assert ExampleSpec({"x": [1, 2], "y": [1]}, ["y"]).lengths() == {"y": 1}
 
 
 @pytest.mark.parametrize(

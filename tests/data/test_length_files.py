@@ -359,7 +359,7 @@ def test_the_unit_of_several_columns_is_that_of_text(tmp_path):
 def test_an_example_needs_a_length_in_some_column(tmp_path):
     path = tmp_path / "pairs.csv"
     path.write_text("a,b\n1,0\n0,0\n")
-    with pytest.raises(ValueError, match="Row 1 "):
+    with pytest.raises(ValueError, match="example 1 "):
         read_lengths(path, ["a", "b"])
     path.write_text("a,b\n1,-1\n")
     with pytest.raises(ValueError, match="-1"):

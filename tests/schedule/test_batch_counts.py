@@ -5,7 +5,7 @@ import pytest
 
 import jaxbucket as jb
 from jaxbucket.schedule.batch_counts import BatchCounts
-from jaxbucket.schedule.grouped_by_length import GroupedByLength
+from jaxbucket.schedule.orders import GroupedByLength
 
 
 @pytest.mark.parametrize("order", ["spread", "shuffled", GroupedByLength()], ids=str)

@@ -20,7 +20,7 @@ from jaxbucket import (
 )
 from jaxbucket.data import RowShard, concatenate
 from jaxbucket.packing import pack
-from jaxbucket.schedule.turns import Turns
+from jaxbucket.schedule.spread import Turns
 
 SIZES = (300, 40, 7)
 

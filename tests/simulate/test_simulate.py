@@ -133,27 +133,31 @@ def test_faults_cost_what_the_formula_says(interval, checkpoint):
     """Daly, 2006, A higher order estimate of the optimum checkpoint interval."""
     mean, work, restart = 5000.0, 500_000.0, 100.0
 
-    def gaps(rng, number):
-        return rng.exponential(mean, number)
-
-    runs = replay(work, interval, checkpoint, restart, gaps)
+    cluster = Cluster(
+        hours_between_faults=mean / 3600,
+        restart_seconds=restart,
+        checkpoint_seconds=checkpoint,
+    )
+    checkpoints, lost, restarts = replay(work, interval, cluster)
     cycle = mean * np.expm1((interval + checkpoint) / mean)
     expected = cycle * work / interval
-    found = work + (runs.checkpoints + runs.lost).mean()
+    found = work + (checkpoints + lost).mean()
     assert found == pytest.approx(expected, rel=0.01)
-    assert runs.restarts.mean() == pytest.approx(restart * expected / mean, rel=0.05)
+    assert restarts.mean() == pytest.approx(restart * expected / mean, rel=0.05)
 
 
 def test_a_replay_is_that_of_a_plain_loop():
     rng = np.random.default_rng(3)
     values = rng.uniform(50, 400, 1000)
 
-    def gaps(rng, number):
-        return np.full(number, next(stream))
+    class Played(Cluster):
+        def fault_gaps(self, rng, number):
+            return np.full(number, next(stream))
 
     for work, interval, checkpoint in ((1000, 90, 7), (300, 600, 7), (700, 100, 0)):
         stream = iter(values)
-        runs = replay(work, interval, checkpoint, 11, gaps, num_runs=1)
+        cluster = Played(restart_seconds=11, checkpoint_seconds=checkpoint)
+        found = replay(work, interval, cluster, num_runs=1)
         clock, saved, expected = 0.0, 0.0, [0.0, 0.0, 0.0]
         for gap in values:
             clock = done = 0.0
@@ -172,20 +176,20 @@ def test_a_replay_is_that_of_a_plain_loop():
                 break
             expected[1] += gap - clock
             expected[2] += 11
-        found = [runs.checkpoints[0], runs.lost[0], runs.restarts[0]]
-        np.testing.assert_allclose(found, expected)
+        np.testing.assert_allclose(found[:, 0], expected)
 
 
 def test_the_interval_loses_least():
-    def gaps(rng, number):
-        return rng.exponential(20_000.0, number)
-
     step, checkpoint = 2.0, 30.0
-    found = best_interval(10**6, step, checkpoint, 60.0, gaps)
+    cluster = Cluster(
+        hours_between_faults=20_000.0 / 3600,
+        restart_seconds=60.0,
+        checkpoint_seconds=checkpoint,
+    )
+    found = best_interval(10**6, step, cluster)
     assert found == pytest.approx(np.sqrt(2 * checkpoint * 20_000.0) / step, rel=0.35)
     best, less, more = (
-        replay(10**6, found * step * x, checkpoint, 60.0, gaps).overhead.mean()
-        for x in (1, 0.3, 3)
+        replay(10**6, found * step * x, cluster).sum() for x in (1, 0.3, 3)
     )
     assert best < less and best < more
 
