@@ -137,11 +137,8 @@ class Build:
             return
         with self._noting_failure(program), _as_default(devices_of(program.args)):
             start = time.perf_counter()
-            if hasattr(program.fn, "trace"):
-                traced = program.fn.trace(*program.args)
-                lowered, flops = traced.lower(), count_flops(traced.jaxpr)
-            else:
-                lowered, flops = program.fn.lower(*program.args), None
+            traced = program.fn.trace(*program.args)
+            lowered, flops = traced.lower(), count_flops(traced.jaxpr)
             report = ProgramReport(
                 program.name,
                 str(program.label),

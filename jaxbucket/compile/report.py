@@ -116,7 +116,7 @@ def costs_of(executable: Any, args: Any, devices: Sequence[Any]) -> dict[str, An
         costs["argument_bytes"] = max(costs["argument_bytes"], shard_bytes(args))
     if devices[0].platform == "tpu":
         costs["hbm_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
-    if len(devices) > 1 and hasattr(executable, "as_text"):
+    if len(devices) > 1:
         costs["collectives"] = count_collectives(executable.as_text())
     return costs
 

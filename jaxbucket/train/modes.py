@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,19 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.attention.row_layout import layout_of, row_layout
+from jaxbucket.attention.row_layout import RowLayout, layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
 from jaxbucket.sharding.mesh import Axes, axis_names
-from jaxbucket.train.pmap import (
-    DEVICES,
-    PmapStep,
-    check_one_axis,
-    check_whole_rows,
-)
 from jaxbucket.train.state import checked_state
 
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
+# The axis of `jax.pmap`.
+_DEVICES = "devices"
 # (state, batch, keys of the batch's rows) -> (sums over these rows, values that are
 # equal on all devices)
 _Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple[Any, Any]]
@@ -40,40 +37,23 @@ def checked_axes(mesh: Mesh, mode: Mode, batch_axes: Axes) -> tuple[str, ...]:
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
     if mode == "pmap":
-        check_one_axis(mesh, axes)
+        _check_one_axis(mesh, axes)
     return axes
-
-
-def jit_step(
-    fn: Callable[..., Any],
-    mesh: Mesh,
-    mode: Mode,
-    *,
-    donate: tuple[int, ...] = (),
-    out_shardings: Any = None,
-    check: Callable[[Any], None] | None = None,
-) -> Any:
-    """Returns `fn(*replicated, batch)`, jitted or pmapped.
-
-    Args:
-      fn: the function; in "pmap", of the rows of one device.
-      mesh: the mesh on which batches are sharded.
-      mode: how the function runs on the devices.
-      donate: the indices of the arguments that are donated.
-      out_shardings: the shardings of the results, by default replicated as in "pmap".
-      check: called with the state before it is first used, except in "pmap".
-    """
-    if mode == "pmap":
-        return PmapStep(fn, mesh, donate)
-    return JitStep(fn, mesh, mode, donate, out_shardings, check)
 
 
 class JitStep:
     """Runs `fn(*replicated, batch)`, which knows how rows are divided over devices.
 
     The layout of a batch cannot be seen while a function is traced, so it is read from
-    the arguments of a call. This object can be used like the result of `jax.jit`. The
-    arguments are those of `jit_step`.
+    the arguments of a call. This object can be used like the result of `jax.jit`.
+
+    Args:
+      fn: the function.
+      mesh: the mesh on which batches are sharded.
+      mode: how the function runs on the devices.
+      donate: the indices of the arguments that are donated.
+      out_shardings: the shardings of the results, by default replicated.
+      check: called with the state before it is first used.
     """
 
     def __init__(
@@ -81,9 +61,10 @@ class JitStep:
         fn: Callable[..., Any],
         mesh: Mesh,
         mode: Mode,
-        donate: tuple[int, ...],
-        out_shardings: Any,
-        check: Callable[[Any], None] | None,
+        *,
+        donate: tuple[int, ...] = (),
+        out_shardings: Any = None,
+        check: Callable[[Any], None] | None = None,
     ):
         functools.update_wrapper(self, fn)
         self._check = check
@@ -103,8 +84,7 @@ class JitStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step for arguments of these shapes."""
-        with self._layout(*args, **kwargs):
-            return self._jitted.lower(*args, **kwargs)
+        return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the results."""
@@ -112,16 +92,44 @@ class JitStep:
 
     def _layout(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         *states, batch = self._signature.bind(*args, **kwargs).args
-        if self._check is not None:
-            self._check(states[0])
-            self._check = None
         layout = layout_of(batch)
         if self._mode != "jit" and layout is not None:
             if layout.mesh.size > 1:
-                check_whole_rows(layout, self._mode)
+                _check_whole_rows(layout, self._mode)
                 check_not_gathered("The state", states, layout.rows)
             layout = None
+        if self._check is not None:
+            self._check(states[0])
+            self._check = None
         return row_layout(layout)
+
+
+def _check_one_axis(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    """Raises a ValueError unless the rows of a batch are sharded over one pmap axis."""
+    wide = [name for name in mesh.axis_names if mesh.shape[name] > 1]
+    if [name for name in axes if mesh.shape[name] > 1] != wide:
+        raise ValueError(
+            f"`batch_axes={axes}` must be all axes of the mesh, {mesh.axis_names}, in "
+            "its order, for `mode='pmap'`. Use 'jit' or 'shard_map'."
+        )
+    # `jax.pmap` assumes that the devices of a process form a contiguous part.
+    owners = [device.process_index for device in mesh.devices.flat]
+    groups = [owner for owner, _ in itertools.groupby(owners)]
+    if len(set(groups)) < len(groups):
+        raise ValueError(
+            f"`mesh` has devices of the processes {owners}. For `mode='pmap'`, order "
+            "them by process, or use 'jit' or 'shard_map'."
+        )
+
+
+def _check_whole_rows(layout: RowLayout, mode: Mode) -> None:
+    """Raises a ValueError if a batch has rows that several devices share."""
+    if layout.columns:
+        raise ValueError(
+            f"`mode={mode!r}` runs the loss on the rows of one device, but "
+            f"{layout.num_cuts} devices share each row of this batch. Use 'jit', or a "
+            "`data_mesh()` without `max_row_shards`."
+        )
 
 
 def check_not_gathered(name: str, states: Any, axes: tuple[str, ...]) -> None:
@@ -133,7 +141,7 @@ def check_not_gathered(name: str, states: Any, axes: tuple[str, ...]) -> None:
             if shared:
                 raise ValueError(
                     f"{name}{jax.tree_util.keystr(path[1:])} is sharded over "
-                    f"{sorted(shared)}, axes that shard batches. `mode='shard_map'` "
+                    f"{sorted(shared)}, axes that shard batches. Any `mode` but 'jit' "
                     "would gather the whole state on every device. Use 'jit'."
                 )
 
@@ -158,7 +166,7 @@ def over_rows(
     *,
     gathers: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `fn(state, batch, *replicated)` over all rows, for use in `jit_step`.
+    """Returns `fn(state, batch, *replicated)` over all rows, for use in a `JitStep`.
 
     Args:
       fn: a function of the rows that it is given.
@@ -170,13 +178,9 @@ def over_rows(
     """
     if mode == "jit":
         return functools.partial(_naming_explicit_axes, fn, mesh)
-    if mode == "pmap":
-        if not gathers:
-            return fn
-        return lambda *args: jax.lax.all_gather(fn(*args), DEVICES, tiled=True)
+    rows, whole = PartitionSpec(axes), PartitionSpec()
 
     def mapped(state: Any, batch: Batch, *replicated: Any) -> Any:
-        rows, whole = PartitionSpec(axes), PartitionSpec()
         # `check_vma` would reject ordinary models, such as a scan that starts from
         # zeros. Gradients are taken of local sums, so the explicit psum is all they
         # need.
@@ -189,7 +193,33 @@ def over_rows(
             check_vma=False,
         )(state, batch, *replicated)
 
-    return mapped
+    def pmapped(state: Any, batch: Batch, *replicated: Any) -> Any:
+        # The mapped axis is the first, `[D, B / D, T]`, which moves no data.
+        by_device = jax.tree.map(
+            lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch
+        )
+        results = jax.pmap(
+            fn,
+            _DEVICES,
+            in_axes=(None, 0, *[None] * len(replicated)),
+            out_axes=0 if gathers else None,  # pyright: ignore
+            devices=list(mesh.devices.flat),
+        )(state, by_device, *replicated)
+        if not gathers:
+            return results
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+
+    return pmapped if _names(mesh, mode, axes) == (_DEVICES,) else mapped
+
+
+def _names(mesh: Mesh, mode: Mode, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the axes over which a function of some rows adds its results up."""
+    if mode == "jit":
+        return ()
+    # `jax.pmap` has a mesh of its own, which arrays of Explicit axes cannot enter. It
+    # is made of `jax.shard_map`.
+    is_pmapped = mode == "pmap" and AxisType.Explicit not in mesh.axis_types
+    return (_DEVICES,) if is_pmapped else axes
 
 
 def _naming_explicit_axes(fn: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
@@ -215,11 +245,11 @@ def sum_over_batch(
         and values that are equal on all devices.
       mesh: the mesh on which batches are sharded.
       mode: how sums are added up over devices. The function that is returned must be
-        called inside of `jit_step`.
+        called inside of a `JitStep`.
       axes: the mesh axes that shard the rows.
       seed: the seed of the rows' keys; None to pass no keys.
     """
-    names = {"jit": (), "shard_map": axes, "pmap": (DEVICES,)}[mode]
+    names = _names(mesh, mode, axes)
 
     def on_rows(state: Any, batch: Batch, micro_batch: jax.Array) -> Any:
         keys = None

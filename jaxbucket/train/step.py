@@ -16,11 +16,11 @@ from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
 from jaxbucket.train.modes import (
+    JitStep,
     Mode,
     check_is_replicated,
     check_not_gathered,
     checked_axes,
-    jit_step,
     sum_over_batch,
 )
 from jaxbucket.train.state import TrainState, check_optimizer, checked_state
@@ -73,11 +73,11 @@ def make_train_step(
         them, in float32 or wider, and divided once. `compile_steps` compiles such a
         step in phases, and traces the loss once more to find out which sums it returns.
       mode: "jit" leaves the partitioning to the compiler. "shard_map" runs the loss on
-        the rows of each device and adds the results up with an explicit `psum`. "pmap"
-        runs the whole step on each device with `jax.pmap`. Results are equal. Models
-        with variables that their forward pass changes, such as batch statistics, need
-        "jit". There every micro-batch sees the variables that the one before has
-        changed, and a micro-batch without examples changes none.
+        the rows of each device and adds the results up with an explicit `psum`, and so
+        does "pmap", with `jax.pmap`. Results are equal. Models with variables that
+        their forward pass changes, such as batch statistics, need "jit". There every
+        micro-batch sees the variables that the one before has changed, and a
+        micro-batch without examples changes none.
       batch_axes: the mesh axes over which batches are sharded, as for
         `batch_sharding`.
       seed: the seed of the dropout keys.
@@ -134,7 +134,7 @@ def make_train_step(
         (grads, sums), variables = global_sums(state, batch)
         return update(state, grads, sums, variables)
 
-    return jit_step(
+    return JitStep(
         train_step,
         mesh,
         mode,
@@ -203,4 +203,4 @@ def make_eval_step(
         sums, _ = global_sums(state, batch)
         return mean_metrics(sums)
 
-    return jit_step(eval_step, mesh, mode)
+    return JitStep(eval_step, mesh, mode)
