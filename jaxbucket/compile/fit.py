@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,9 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.base.table import bytes_text
 from jaxbucket.compile.absent import default_devices, memory_limit
 from jaxbucket.compile.build import CompileOptions
-from jaxbucket.compile.memory import is_out_of_memory, refused_bytes
 from jaxbucket.compile.recipes import call_recipe
 from jaxbucket.compile.report import ProgramReport, shard_bytes
-from jaxbucket.compile.steps import compile_with
+from jaxbucket.compile.steps import compile_with, is_out_of_memory
 from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes
 
 # Tokens on each device of the first program for TPUs, which should be refused.
@@ -35,6 +35,13 @@ _GROWTH = 16
 _ROUNDING = 1.001
 # More positions of a batch on each device than anybody needs.
 _MOST_TOKENS = 2**31
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+# How XLA for TPUs refuses a program: before it tries to save memory, and after.
+_REFUSALS = (
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +224,25 @@ def _refused(error: Exception) -> _Result:
     if not is_out_of_memory(error):
         raise error
     return _Result(False, *(refused_bytes(error) or (None, None)), error=error)
+
+
+def refused_bytes(error: BaseException) -> tuple[int, int] | None:
+    """Returns the bytes that a program needs, and those that there are.
+
+    Returns None if the compiler does not say.
+
+    Example:
+      >>> refused_bytes(ValueError("Used 20.50G of 15.75G hbm. Exceeded by 4.75G"))
+      (22011707392, 16911433728)
+    """
+    for refusal in _REFUSALS:
+        if match := refusal.search(str(error)):
+            needed, unit, available, unit_available = match.groups()
+            return (
+                int(float(needed) * _UNITS[unit]),
+                int(float(available) * _UNITS[unit_available]),
+            )
+    return None
 
 
 class _Search:
