@@ -23,12 +23,7 @@ from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.absent import Device, is_absent
 from jaxbucket.compile.executables import Executables, devices_of, without_xla_cache
-from jaxbucket.compile.report import (
-    CompileReport,
-    ProgramReport,
-    costs_of,
-    count_flops,
-)
+from jaxbucket.compile.report import CompileReport, ProgramReport, costs_of, count_flops
 
 # A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str

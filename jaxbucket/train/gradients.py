@@ -14,12 +14,7 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.train.loss import LossFn, Metrics, call_loss
 from jaxbucket.train.state import TrainState, checked_state
-from jaxbucket.train.variables import (
-    Values,
-    by_path,
-    call_model,
-    warn_if_not_returned,
-)
+from jaxbucket.train.variables import Values, by_path, call_model, warn_if_not_returned
 
 _PARAMETER_REMEDY = (
     "It is a parameter, which only the optimizer changes. Make it a variable of "
