@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 
 # The maximum sizes of blocks of queries and keys. 128 is the fastest on CPUs in
 # benchmarks/attention.py. On GPUs, small kernels take less time than their launch.
@@ -37,19 +37,14 @@ def attend(
     pairs: Pairs,
     block: int = BLOCK,
 ) -> jax.Array:
-    """Returns attention within segments.
+    """Returns attention within segments, for checked arguments of `segment_attention`.
+
+    The output in padding is finite but arbitrary.
 
     Args:
-      query: `[B, T, N, H]` floating point.
-      key: `[B, T, K, H]`, K a divisor of N.
-      value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int, 0 for padding, where the output is finite but
-        arbitrary.
+      query: `[B, T, N, H]`; it and the following arrays as there.
       pairs: the keys of each query, and the scale of the logits.
       block: the maximum size of a block of queries or keys.
-
-    Returns:
-      `[B, T, N, H]` in the dtype of the values.
     """
     size, seq_len, heads, width = query.shape
     count = -(-seq_len // block)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
@@ -25,8 +24,6 @@ from jaxbucket.sharding.mesh import Axes, axis_names
 from jaxbucket.train.state import checked_state
 
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
-# The axis of `jax.pmap`.
-_DEVICES = "devices"
 # (state, batch, keys of the batch's rows) -> (sums over these rows, values that are
 # equal on all devices)
 _Sums: TypeAlias = Callable[[Any, Batch, jax.Array | None], tuple[Any, Any]]
@@ -36,8 +33,13 @@ def checked_axes(mesh: Mesh, mode: Mode, batch_axes: Axes) -> tuple[str, ...]:
     """Returns the mesh axes that shard rows, after checking that a mode has them."""
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
-    if mode == "pmap":
-        _check_one_axis(mesh, axes)
+    # `jax.pmap` has a single axis, over all devices.
+    wide = [name for name in mesh.axis_names if mesh.shape[name] > 1]
+    if mode == "pmap" and [name for name in axes if name in wide] != wide:
+        raise ValueError(
+            f"`batch_axes={axes}` must be all axes of the mesh, {mesh.axis_names}, in "
+            "its order, for `mode='pmap'`. Use 'jit' or 'shard_map'."
+        )
     return axes
 
 
@@ -68,7 +70,8 @@ class JitStep:
     ):
         functools.update_wrapper(self, fn)
         self._check = check
-        self._mode, self._signature = mode, inspect.signature(fn)
+        self._mode: Mode = mode
+        self._signature = inspect.signature(fn)
         if out_shardings is None:
             out_shardings = NamedSharding(mesh, PartitionSpec())
         self._jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
@@ -102,24 +105,6 @@ class JitStep:
             self._check(states[0])
             self._check = None
         return row_layout(layout)
-
-
-def _check_one_axis(mesh: Mesh, axes: tuple[str, ...]) -> None:
-    """Raises a ValueError unless the rows of a batch are sharded over one pmap axis."""
-    wide = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    if [name for name in axes if mesh.shape[name] > 1] != wide:
-        raise ValueError(
-            f"`batch_axes={axes}` must be all axes of the mesh, {mesh.axis_names}, in "
-            "its order, for `mode='pmap'`. Use 'jit' or 'shard_map'."
-        )
-    # `jax.pmap` assumes that the devices of a process form a contiguous part.
-    owners = [device.process_index for device in mesh.devices.flat]
-    groups = [owner for owner, _ in itertools.groupby(owners)]
-    if len(set(groups)) < len(groups):
-        raise ValueError(
-            f"`mesh` has devices of the processes {owners}. For `mode='pmap'`, order "
-            "them by process, or use 'jit' or 'shard_map'."
-        )
 
 
 def _check_whole_rows(layout: RowLayout, mode: Mode) -> None:
@@ -178,9 +163,9 @@ def over_rows(
     """
     if mode == "jit":
         return functools.partial(_naming_explicit_axes, fn, mesh)
-    rows, whole = PartitionSpec(axes), PartitionSpec()
 
     def mapped(state: Any, batch: Batch, *replicated: Any) -> Any:
+        rows, whole = PartitionSpec(axes), PartitionSpec()
         # `check_vma` would reject ordinary models, such as a scan that starts from
         # zeros. Gradients are taken of local sums, so the explicit psum is all they
         # need.
@@ -193,33 +178,7 @@ def over_rows(
             check_vma=False,
         )(state, batch, *replicated)
 
-    def pmapped(state: Any, batch: Batch, *replicated: Any) -> Any:
-        # The mapped axis is the first, `[D, B / D, T]`, which moves no data.
-        by_device = jax.tree.map(
-            lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch
-        )
-        results = jax.pmap(
-            fn,
-            _DEVICES,
-            in_axes=(None, 0, *[None] * len(replicated)),
-            out_axes=0 if gathers else None,  # pyright: ignore
-            devices=list(mesh.devices.flat),
-        )(state, by_device, *replicated)
-        if not gathers:
-            return results
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
-
-    return pmapped if _names(mesh, mode, axes) == (_DEVICES,) else mapped
-
-
-def _names(mesh: Mesh, mode: Mode, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes over which a function of some rows adds its results up."""
-    if mode == "jit":
-        return ()
-    # `jax.pmap` has a mesh of its own, which arrays of Explicit axes cannot enter. It
-    # is made of `jax.shard_map`.
-    is_pmapped = mode == "pmap" and AxisType.Explicit not in mesh.axis_types
-    return (_DEVICES,) if is_pmapped else axes
+    return mapped
 
 
 def _naming_explicit_axes(fn: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
@@ -243,13 +202,10 @@ def sum_over_batch(
     Args:
       sums: `(state, batch, keys) -> (sums, values)`, sums over the rows of one device,
         and values that are equal on all devices.
-      mesh: the mesh on which batches are sharded.
-      mode: how sums are added up over devices. The function that is returned must be
-        called inside of a `JitStep`.
-      axes: the mesh axes that shard the rows.
+      mesh, mode, axes: as for `over_rows`.
       seed: the seed of the rows' keys; None to pass no keys.
     """
-    names = _names(mesh, mode, axes)
+    names = () if mode == "jit" else axes
 
     def on_rows(state: Any, batch: Batch, micro_batch: jax.Array) -> Any:
         keys = None

@@ -73,11 +73,12 @@ def make_train_step(
         them, in float32 or wider, and divided once. `compile_steps` compiles such a
         step in phases, and traces the loss once more to find out which sums it returns.
       mode: "jit" leaves the partitioning to the compiler. "shard_map" runs the loss on
-        the rows of each device and adds the results up with an explicit `psum`, and so
-        does "pmap", with `jax.pmap`. Results are equal. Models with variables that
-        their forward pass changes, such as batch statistics, need "jit". There every
-        micro-batch sees the variables that the one before has changed, and a
-        micro-batch without examples changes none.
+        the rows of each device and adds the results up with an explicit `psum`. "pmap"
+        is the same over all axes of the mesh, as `jax.pmap` itself is: a `jax.jit` of a
+        `jax.shard_map`. Results are equal. Models with variables that their forward
+        pass changes, such as batch statistics, need "jit". There every micro-batch sees
+        the variables that the one before has changed, and a micro-batch without
+        examples changes none.
       batch_axes: the mesh axes over which batches are sharded, as for
         `batch_sharding`.
       seed: the seed of the dropout keys.
@@ -100,10 +101,10 @@ def make_train_step(
     Raises:
       ValueError: if `loss_fn` is not a function, the mode or an axis is unknown, the
         seed is out of range, `tx` is not an optimizer, or `accumulate` is not a bool;
-        with "pmap", if the state is sharded, not all axes of the mesh shard the rows,
-        or the devices of a process are not adjacent in it; when traced, if the loss
-        breaks the contract, the state is of another optimizer, variables change in
-        another mode than "jit", or micro-batches are passed without `accumulate`.
+        with "pmap", if the state is sharded, or not all axes of the mesh shard the
+        rows; when traced, if the loss breaks the contract, the state is of another
+        optimizer, variables change in another mode than "jit", or micro-batches are
+        passed without `accumulate`.
     """
     remedy = "Pass the number of micro-batches to `BatchSchedule(accumulate=...)`."
     check_type("accumulate", accumulate, bool, remedy)
@@ -183,8 +184,7 @@ def make_eval_step(
 
     Raises:
       ValueError: if `loss_fn` is not a function, or the mode or an axis is unknown;
-        with "pmap", if the devices of a process are not adjacent in the mesh; when
-        traced, if the loss breaks the contract or changes variables of the model.
+        when traced, if the loss breaks the contract or changes variables of the model.
     """
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = checked_axes(mesh, mode, batch_axes)
