@@ -81,10 +81,6 @@ class Program:
 class Build:
     """Builds programs, in the given order.
 
-    Args:
-      programs: the programs.
-      options: the options of `compile_steps`.
-
     Attributes:
       executables: label -> executable.
       failures: label, as in reports -> the error of tracing or compiling it.

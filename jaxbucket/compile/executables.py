@@ -58,11 +58,6 @@ _log_once = functools.cache(logging.getLogger(__name__).warning)
 class Executables:
     """The files that one call of `compile_steps` loads and saves.
 
-    Args:
-      folder: the folder of the files, which is created if necessary.
-      key: anything else that the executables depend on.
-      arguments: the arguments of all programs.
-
     Attributes:
       platform: the platform of the devices, such as "cpu".
     """

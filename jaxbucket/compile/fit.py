@@ -23,7 +23,7 @@ from jaxbucket.base.table import bytes_text
 from jaxbucket.compile.absent import default_devices, memory_limit
 from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.recipes import call_recipe
-from jaxbucket.compile.report import ProgramReport, shard_bytes
+from jaxbucket.compile.report import shard_bytes
 from jaxbucket.compile.steps import compile_with, is_out_of_memory
 from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes
 
@@ -200,8 +200,17 @@ def _compile(
         if not specs:
             continue
         compiled = compile_with(options, step_fn, state, specs)
-        found = {p.label: _compiled(p, limit) for p in compiled.report.programs}
-        found |= {label: _refused(error) for label, error in compiled.failures.items()}
+        found: dict[str, _Result] = {}
+        for program in compiled.report.programs:
+            size = program.peak_bytes
+            # Memory that is unknown is above any limit.
+            fits = limit is None or (size is not None and size <= limit)
+            found[program.label] = _Result(fits, size)
+        for label, error in compiled.failures.items():
+            if not is_out_of_memory(error):
+                raise error
+            sizes = refused_bytes(error) or (None, None)
+            found[label] = _Result(False, *sizes, error=error)
         of_buckets = {bucket: found.pop(str(bucket)) for bucket in specs}
         for bucket, result in of_buckets.items():
             # What is left are phases, such as the update after micro-batches, which are
@@ -211,19 +220,6 @@ def _compile(
                 key=lambda result: (not result.fits, result.num_bytes or 0),
             )
     return results
-
-
-def _compiled(report: ProgramReport, limit: int | None) -> _Result:
-    # Memory that is unknown is above any limit.
-    peak = math.inf if report.peak_bytes is None else report.peak_bytes
-    return _Result(limit is None or peak <= limit, report.peak_bytes)
-
-
-def _refused(error: Exception) -> _Result:
-    """Returns what the compiler says, or raises an error that is not about memory."""
-    if not is_out_of_memory(error):
-        raise error
-    return _Result(False, *(refused_bytes(error) or (None, None)), error=error)
 
 
 def refused_bytes(error: BaseException) -> tuple[int, int] | None:

@@ -45,15 +45,10 @@ def precompile(
       (<CompileReport: 1 programs, 1 compiled>, {})
 
     Args:
-      recipe: called with the plan and the arguments; returns `(step_fn, state, specs)`,
-        or a dict of such triples by name.
+      recipe: called with the plan and the arguments.
       plan: the plan with the shapes to compile.
       *arguments: arguments of the job, passed on to the recipe.
-      executables: the folder in which executables are saved for the job.
-      executables_key: the job's `executables_key`.
-      workers: the number of programs to compile at the same time; defaults to half the
-        number of CPU cores.
-      progress: whether to show a progress bar on a terminal.
+      executables, executables_key, workers, progress: as for `compile_steps`.
 
     Returns:
       The seconds and bytes of each program; and the programs that did not compile, name
