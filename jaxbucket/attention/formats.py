@@ -14,6 +14,13 @@ from jaxbucket.base.batch import Batch, check_is_batch
 BatchFormat: TypeAlias = Mapping[str, str | Callable[[Batch], Any]]
 
 _IGNORED_LABEL = -100
+_T5_DECODER: BatchFormat = {
+    "decoder_input_tokens": "decoder_inputs",
+    "decoder_target_tokens": "tokens",
+    "decoder_loss_weights": "decoder_weights",
+    "decoder_segment_ids": "segment_ids",
+    "decoder_positions": "positions",
+}
 
 # By the name of a library. Add one of your own, or pass it to `convert_batch`.
 FORMATS: dict[str, BatchFormat] = {
@@ -52,19 +59,9 @@ FORMATS: dict[str, BatchFormat] = {
         "encoder_input_tokens": "encoder.tokens",
         "encoder_segment_ids": "encoder.segment_ids",
         "encoder_positions": "encoder.positions",
-        "decoder_input_tokens": "decoder_inputs",
-        "decoder_target_tokens": "tokens",
-        "decoder_loss_weights": "decoder_weights",
-        "decoder_segment_ids": "segment_ids",
-        "decoder_positions": "positions",
+        **_T5_DECODER,
     },
-    "t5_decoder": {
-        "decoder_input_tokens": "decoder_inputs",
-        "decoder_target_tokens": "tokens",
-        "decoder_loss_weights": "decoder_weights",
-        "decoder_segment_ids": "segment_ids",
-        "decoder_positions": "positions",
-    },
+    "t5_decoder": _T5_DECODER,
     "tunix": {
         "input_tokens": "tokens",
         "input_mask": "is_target",
