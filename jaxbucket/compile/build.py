@@ -22,8 +22,14 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.absent import Device, is_absent
-from jaxbucket.compile.executables import Executables, devices_of, without_xla_cache
-from jaxbucket.compile.report import CompileReport, ProgramReport, costs_of, count_flops
+from jaxbucket.compile.executables import Executables, without_xla_cache
+from jaxbucket.compile.report import (
+    CompileReport,
+    ProgramReport,
+    costs_of,
+    count_flops,
+    devices_of,
+)
 
 # A bucket, or the name of a phase that all buckets share.
 Label: TypeAlias = Bucket | str
@@ -160,7 +166,7 @@ class Build:
             report = dataclasses.replace(
                 report,
                 compile_seconds=time.perf_counter() - start,
-                **costs_of(executable, program.args, devices_of(program.args)),
+                **costs_of(executable, program.args),
             )
             if self._files is not None and path is not None:
                 report = self._files.save(path, lowered, executable, report)

@@ -17,8 +17,8 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
 from jaxbucket.compile.absent import current_absent_devices
 from jaxbucket.compile.build import CompileOptions
-from jaxbucket.compile.executables import devices_of, make_writable
-from jaxbucket.compile.report import CompileReport
+from jaxbucket.compile.executables import make_writable
+from jaxbucket.compile.report import CompileReport, devices_of
 from jaxbucket.compile.steps import compile_with, short
 
 
