@@ -134,8 +134,12 @@ class Build:
             return
         with self._noting_failure(program), _as_default(devices_of(program.args)):
             start = time.perf_counter()
-            traced = program.fn.trace(*program.args)
-            lowered, flops = traced.lower(), count_flops(traced.jaxpr)
+            if hasattr(program.fn, "trace"):
+                traced = program.fn.trace(*program.args)
+                lowered, flops = traced.lower(), count_flops(traced.jaxpr)
+            else:
+                # Of `jax.pmap`.
+                lowered, flops = program.fn.lower(*program.args), None
             report = ProgramReport(
                 program.name,
                 str(program.label),

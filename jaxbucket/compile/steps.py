@@ -103,7 +103,7 @@ def compile_with(
         return step_fn.compile_steps(state, specs, options)  # pyright: ignore
     # What `nnx.jit` returns has stages of its own.
     is_nnx = type(step_fn).__module__.startswith("flax.")
-    if not hasattr(step_fn, "trace") or is_nnx:
+    if not hasattr(step_fn, "lower") or is_nnx:
         step_fn = jax.jit(_returning_changes(step_fn))
     return CompiledSteps(step_fn, (state,), specs, options)
 

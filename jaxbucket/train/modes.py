@@ -20,6 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket.attention.row_layout import RowLayout, layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
+from jaxbucket.base.notes import Noting
 from jaxbucket.sharding.mesh import Axes, axis_names
 from jaxbucket.train.state import checked_state
 
@@ -162,7 +163,9 @@ def over_rows(
         equal on all devices.
     """
     if mode == "jit":
-        return functools.partial(_naming_explicit_axes, fn, mesh)
+        if AxisType.Explicit in mesh.axis_types:
+            return functools.partial(_naming_explicit_axes, fn, mesh)
+        return fn
 
     def mapped(state: Any, batch: Batch, *replicated: Any) -> Any:
         rows, whole = PartitionSpec(axes), PartitionSpec()
@@ -182,16 +185,12 @@ def over_rows(
 
 
 def _naming_explicit_axes(fn: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
-    try:
+    with Noting(
+        f"`mesh` has axis types {mesh.axis_types}. If the loss does not support "
+        "Explicit axes, build the mesh with `data_mesh()`, or with "
+        "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
+    ):
         return fn(*args)
-    except Exception as error:
-        if AxisType.Explicit in mesh.axis_types:
-            error.add_note(
-                f"`mesh` has axis types {mesh.axis_types}. If the loss does not "
-                "support Explicit axes, build the mesh with `data_mesh()`, or with "
-                "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
-            )
-        raise
 
 
 def sum_over_batch(

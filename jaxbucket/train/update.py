@@ -15,7 +15,7 @@ from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.loss import Metrics, mean_metrics
 from jaxbucket.train.state import TrainState
-from jaxbucket.train.variables import Values, with_values
+from jaxbucket.train.variables import Values, by_path, with_values
 
 
 def updater(
@@ -78,8 +78,7 @@ def _check_state_of(tx: Any, state: TrainState) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+    return {path: jnp.shape(leaf) for path, leaf in by_path(tree).items()}
 
 
 def _mean_gradients(grads: Any, weight: jax.Array, params: Any) -> Any:
