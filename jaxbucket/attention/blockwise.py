@@ -82,21 +82,6 @@ def _attend(
     return _forward(query, key, value, ids, block, pairs)[0]
 
 
-class _Residuals(NamedTuple):
-    """The inputs and results of the forward pass that the backward pass needs.
-
-    Attributes:
-      normalizer: `[B, K, G, T]` float32, the logarithm of the sum of the weights.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    ids: jax.Array
-    output: jax.Array
-    normalizer: jax.Array
-
-
 def _forward(
     query: jax.Array,
     key: jax.Array,
@@ -104,7 +89,12 @@ def _forward(
     ids: jax.Array,
     block: int,
     pairs: Pairs,
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the output, and what the backward pass needs.
+
+    That is the arguments, the output, and `[B, K, G, T]` float32, the logarithm of the
+    sum of the weights.
+    """
     first, end = _spans(ids, block, pairs)
     logits = _Logits(query, key, ids, block, pairs)
     sum_dtype = _sum_dtype(query.dtype)
@@ -136,13 +126,13 @@ def _forward(
         return output, maximum + jnp.log(weight)
 
     output, normalizer = map(_join, lax.map(attend_block, _numbers(first)))
-    return output, _Residuals(query, key, value, ids, output, normalizer)
+    return output, (query, key, value, ids, output, normalizer)
 
 
 def _backward(
     block: int,
     pairs: Pairs,
-    residuals: _Residuals,
+    residuals: tuple[jax.Array, ...],
     output_grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, ids, output, normalizer = residuals

@@ -11,9 +11,8 @@ that clipping, for example, is applied to that gradient.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +30,7 @@ from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import by_path, with_values
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["grads", "sums", "variables", "micro_batches"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Accumulated:
+class Accumulated(NamedTuple):
     """Gradients and sums over the micro-batches of a step so far.
 
     Attributes:
@@ -170,7 +163,7 @@ class AccumulatingStep:
 
         replicated = jax.tree.map(lambda x: at(x, self._shardings.sums), shapes)
         grads = jax.tree.map(lambda x, p: at(x, p.sharding), shapes.grads, state.params)
-        return dataclasses.replace(replicated, grads=grads)
+        return replicated._replace(grads=grads)
 
 
 class CompiledAccumulation(CompiledSteps):
