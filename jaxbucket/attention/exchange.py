@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxbucket.attention.row_layout import RowLayout, current_layout, explicit_layout
+from jaxbucket.attention.row_layout import RowLayout, explicit_layout, row_layout
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -56,7 +56,7 @@ def exchange_heads(attend: Attend) -> Attend:
     def over_devices(
         query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
-        layout = explicit_layout(query) or current_layout()
+        layout: RowLayout | None = explicit_layout(query) or row_layout.value
         if layout is None or not _divides(layout, query.shape):
             return attend(query, key, value, segment_ids)
         tokens = PartitionSpec(layout.rows, layout.columns)
