@@ -2,6 +2,7 @@
 
 Under "jit", a function is given the whole batch, and the compiler partitions it. In the
 other modes it is given the rows of one device, and results are added up explicitly.
+"pmap" is "shard_map" over all axes of the mesh, as `jax.pmap` itself is in jax.
 """
 
 from __future__ import annotations
