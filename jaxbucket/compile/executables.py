@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pathlib
+import pickle
 import platform
 import tempfile
 import time
@@ -57,6 +58,9 @@ _log_once = functools.cache(logging.getLogger(__name__).warning)
 class Executables:
     """The files that one call of `compile_steps` loads and saves.
 
+    A lowered program may have several `stages`, each a `jax.stages.Lowered`, and a
+    function `join` that makes its executable of theirs.
+
     Attributes:
       platform: the platform of the devices, such as "cpu".
     """
@@ -70,14 +74,15 @@ class Executables:
         # The names of the files that this run saves -> the names of their functions.
         self._saved: dict[str, str] = {}
 
-    def path(self, lowered: jax.stages.Lowered) -> pathlib.Path:
+    def path(self, lowered: Any) -> pathlib.Path:
         """Returns the path of the file of a lowered program, which may not exist."""
         devices = [f"{device.device_kind} {device.id}" for device in self._devices]
-        key = [self._facts, jax.process_index(), devices, _description(lowered)]
+        stages = [_description(stage) for stage in _stages(lowered)]
+        key = [self._facts, jax.process_index(), devices, stages]
         return self._folder / f"{digest(json.dumps(key).encode())}{_SUFFIX}"
 
     def load(
-        self, path: pathlib.Path, lowered: jax.stages.Lowered, report: ProgramReport
+        self, path: pathlib.Path, lowered: Any, report: ProgramReport
     ) -> tuple[Any, ProgramReport] | None:
         """Returns the executable in a file, and the report with its costs.
 
@@ -88,20 +93,26 @@ class Executables:
             checksum, _, content = path.read_bytes().partition(b"\n")
             if checksum != _checksum(path, content):
                 raise ValueError("it is damaged, or not from jaxbucket")
-            header, _, code = content.partition(b"\n")
+            header, _, body = content.partition(b"\n")
             costs = ProgramReport(**json.loads(header)["report"])
-            executable = deserialize_and_load(
-                *(code, jax.tree.structure(lowered.args_info), lowered.out_tree),
-                backend=self._devices[0].client,
-                execution_devices=self._devices,
-            )
+            stages = [
+                deserialize_and_load(
+                    *(code, jax.tree.structure(stage.args_info), stage.out_tree),
+                    backend=self._devices[0].client,
+                    execution_devices=self._devices,
+                )
+                for code, stage in zip(
+                    pickle.loads(body), _stages(lowered), strict=True
+                )
+            ]
         except FileNotFoundError:
             return None
-        # XLA raises many types of errors, none of which must end the job.
+        # XLA and pickle raise many types of errors, none of which must end the job.
         except Exception as error:
             _warn(f"{path} cannot be loaded: {error}. The program is compiled again.")
             return None
         self._has_loaded = True
+        executable = lowered.join(*stages) if hasattr(lowered, "join") else stages[0]
         return executable, dataclasses.replace(
             costs,
             name=report.name,
@@ -112,11 +123,7 @@ class Executables:
         )
 
     def save(
-        self,
-        path: pathlib.Path,
-        lowered: jax.stages.Lowered,
-        executable: jax.stages.Compiled,
-        report: ProgramReport,
+        self, path: pathlib.Path, lowered: Any, executable: Any, report: ProgramReport
     ) -> ProgramReport:
         """Saves an executable; returns the report, which then names the file.
 
@@ -130,8 +137,8 @@ class Executables:
             "report": dataclasses.asdict(saved),
         }
         try:
-            code = self._code(lowered, executable)
-            content = json.dumps(header).encode() + b"\n" + code
+            body = pickle.dumps(self._codes(lowered, executable))
+            content = json.dumps(header).encode() + b"\n" + body
             # Other processes may write the same file.
             with complete(path) as draft:
                 draft.write_bytes(_checksum(path, content) + b"\n" + content)
@@ -166,29 +173,30 @@ class Executables:
             why = _difference(others, self._facts)
             _log_once(f"{self._folder} has none of this job's programs, only {why}.")
 
-    def _code(
-        self, lowered: jax.stages.Lowered, executable: jax.stages.Compiled
-    ) -> bytes:
-        """Returns a serialized executable."""
-        text = lowered.as_text()
-        if any(call in text for call in _PYTHON_CALLS):
+    def _codes(self, lowered: Any, executable: Any) -> list[bytes]:
+        """Returns the serialized stages of an executable."""
+        if any(x in y.as_text() for x in _PYTHON_CALLS for y in _stages(lowered)):
             raise ValueError(
                 "it calls Python functions of this process, as `jax.debug.print` does."
             )
-        code = serialize(executable)[0]
+        codes = [serialize(stage)[0] for stage in _stages(executable)]
         may_lack_code = self.platform == "cpu" and _config.jax_compilation_cache_dir
-        if may_lack_code and not any(x in code for x in _MACHINE_CODE):
+        if may_lack_code and not any(x in y for x in _MACHINE_CODE for y in codes):
             raise ValueError(
                 "jax's compilation cache returned it without its code. Compile a step "
                 "before it is called."
             )
-        return code
+        return codes
 
 
 def make_writable(folder: str | os.PathLike[str]) -> None:
     """Creates a folder, or raises the OSError of writing a file to it."""
     os.makedirs(folder, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
+
+
+def _stages(program: Any) -> Sequence[Any]:
+    return getattr(program, "stages", (program,))
 
 
 def _description(lowered: jax.stages.Lowered) -> list[Any]:

@@ -118,7 +118,7 @@ def costs_of(executable: Any, args: Any) -> dict[str, Any]:
     devices = devices_of(args)
     if devices[0].platform == "tpu":
         costs["hbm_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
-    if len(devices) > 1:
+    if len(devices) > 1 and hasattr(executable, "as_text"):
         costs["collectives"] = count_collectives(executable.as_text())
     return costs
 

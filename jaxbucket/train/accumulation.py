@@ -25,7 +25,7 @@ from jaxbucket.compile.build import CompileOptions, Program
 from jaxbucket.compile.steps import CompiledSteps
 from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.train.loss import Metrics
-from jaxbucket.train.modes import JitStep, Mode, row_keys
+from jaxbucket.train.modes import Mode, jit_step, row_keys
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import by_path, with_values
 
@@ -113,7 +113,7 @@ class AccumulatingStep:
         shardings = Accumulated(of_grads, replicated, replicated, replicated)
         self._begin, self._shardings = begin, shardings
         self.begin = jax.jit(begin, out_shardings=shardings)
-        self.add = JitStep(
+        self.add = jit_step(
             add_micro_batch, mesh, mode, donate=(1,), out_shardings=shardings
         )
         # Gradients are not donated, because no output could reuse their buffers.

@@ -2,7 +2,6 @@
 
 Under "jit", a function is given the whole batch, and the compiler partitions it. In the
 other modes it is given the rows of one device, and results are added up explicitly.
-"pmap" is "shard_map" over all axes of the mesh, as `jax.pmap` itself is in jax.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxbucket.attention.row_layout import RowLayout, layout_of, row_layout
+from jaxbucket.attention.row_layout import layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
 from jaxbucket.base.notes import Noting
 from jaxbucket.sharding.mesh import Axes, axis_names
+from jaxbucket.train.pmap import DEVICES, PmapStep, check_one_axis, check_whole_rows
 from jaxbucket.train.state import checked_state
 
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
@@ -35,29 +35,41 @@ def checked_axes(mesh: Mesh, mode: Mode, batch_axes: Axes) -> tuple[str, ...]:
     """Returns the mesh axes that shard rows, after checking that a mode has them."""
     check_choice("mode", mode, get_args(Mode))
     axes = axis_names(mesh, batch_axes)
-    # `jax.pmap` has a single axis, over all devices.
-    wide = [name for name in mesh.axis_names if mesh.shape[name] > 1]
-    if mode == "pmap" and [name for name in axes if name in wide] != wide:
-        raise ValueError(
-            f"`batch_axes={axes}` must be all axes of the mesh, {mesh.axis_names}, in "
-            "its order, for `mode='pmap'`. Use 'jit' or 'shard_map'."
-        )
+    if mode == "pmap":
+        check_one_axis(mesh, axes)
     return axes
+
+
+def jit_step(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    mode: Mode,
+    *,
+    donate: tuple[int, ...] = (),
+    out_shardings: Any = None,
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    """Returns `fn(*replicated, batch)`, jitted or pmapped.
+
+    Args:
+      fn: the function; in "pmap", of the rows of one device.
+      mesh: the mesh on which batches are sharded.
+      mode: how the function runs on the devices.
+      donate: the indices of the arguments that are donated.
+      out_shardings: the shardings of the results, by default replicated as in "pmap".
+      check: called with the state before it is first used, except in "pmap".
+    """
+    if mode == "pmap":
+        return PmapStep(fn, mesh, donate)
+    return JitStep(fn, mesh, mode, donate, out_shardings, check)
 
 
 class JitStep:
     """Runs `fn(*replicated, batch)`, which knows how rows are divided over devices.
 
     The layout of a batch cannot be seen while a function is traced, so it is read from
-    the arguments of a call. This object can be used like the result of `jax.jit`.
-
-    Args:
-      fn: the function.
-      mesh: the mesh on which batches are sharded.
-      mode: how the function runs on the devices.
-      donate: the indices of the arguments that are donated.
-      out_shardings: the shardings of the results, by default replicated.
-      check: called with the state before it is first used.
+    the arguments of a call. This object can be used like the result of `jax.jit`. The
+    arguments are those of `jit_step`.
     """
 
     def __init__(
@@ -65,10 +77,9 @@ class JitStep:
         fn: Callable[..., Any],
         mesh: Mesh,
         mode: Mode,
-        *,
-        donate: tuple[int, ...] = (),
-        out_shardings: Any = None,
-        check: Callable[[Any], None] | None = None,
+        donate: tuple[int, ...],
+        out_shardings: Any,
+        check: Callable[[Any], None] | None,
     ):
         functools.update_wrapper(self, fn)
         self._check = check
@@ -97,26 +108,16 @@ class JitStep:
 
     def _layout(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         *states, batch = self._signature.bind(*args, **kwargs).args
-        layout = layout_of(batch)
-        if self._mode != "jit" and layout is not None:
-            if layout.mesh.size > 1:
-                _check_whole_rows(layout, self._mode)
-                check_not_gathered("The state", states, layout.rows)
-            layout = None
         if self._check is not None:
             self._check(states[0])
             self._check = None
+        layout = layout_of(batch)
+        if self._mode != "jit" and layout is not None:
+            if layout.mesh.size > 1:
+                check_whole_rows(layout, self._mode)
+                check_not_gathered("The state", states, layout.rows)
+            layout = None
         return row_layout(layout)
-
-
-def _check_whole_rows(layout: RowLayout, mode: Mode) -> None:
-    """Raises a ValueError if a batch has rows that several devices share."""
-    if layout.columns:
-        raise ValueError(
-            f"`mode={mode!r}` runs the loss on the rows of one device, but "
-            f"{layout.num_cuts} devices share each row of this batch. Use 'jit', or a "
-            "`data_mesh()` without `max_row_shards`."
-        )
 
 
 def check_not_gathered(name: str, states: Any, axes: tuple[str, ...]) -> None:
@@ -128,7 +129,7 @@ def check_not_gathered(name: str, states: Any, axes: tuple[str, ...]) -> None:
             if shared:
                 raise ValueError(
                     f"{name}{jax.tree_util.keystr(path[1:])} is sharded over "
-                    f"{sorted(shared)}, axes that shard batches. Any `mode` but 'jit' "
+                    f"{sorted(shared)}, axes that shard batches. `mode='shard_map'` "
                     "would gather the whole state on every device. Use 'jit'."
                 )
 
@@ -153,7 +154,7 @@ def over_rows(
     *,
     gathers: bool = False,
 ) -> Callable[..., Any]:
-    """Returns `fn(state, batch, *replicated)` over all rows, for use in a `JitStep`.
+    """Returns `fn(state, batch, *replicated)` over all rows, for use in `jit_step`.
 
     Args:
       fn: a function of the rows that it is given.
@@ -167,6 +168,10 @@ def over_rows(
         if AxisType.Explicit in mesh.axis_types:
             return functools.partial(_naming_explicit_axes, fn, mesh)
         return fn
+    if mode == "pmap":
+        if not gathers:
+            return fn
+        return lambda *args: jax.lax.all_gather(fn(*args), DEVICES, tiled=True)
 
     def mapped(state: Any, batch: Batch, *replicated: Any) -> Any:
         rows, whole = PartitionSpec(axes), PartitionSpec()
@@ -205,7 +210,7 @@ def sum_over_batch(
       mesh, mode, axes: as for `over_rows`.
       seed: the seed of the rows' keys; None to pass no keys.
     """
-    names = () if mode == "jit" else axes
+    names = {"jit": (), "shard_map": axes, "pmap": (DEVICES,)}[mode]
 
     def on_rows(state: Any, batch: Batch, micro_batch: jax.Array) -> Any:
         keys = None

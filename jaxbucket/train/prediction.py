@@ -20,7 +20,7 @@ from jaxbucket.data.example import Sequences
 from jaxbucket.data.uncollate import unbatch
 from jaxbucket.sharding.global_batch import prefetch
 from jaxbucket.sharding.mesh import Axes
-from jaxbucket.train.modes import JitStep, Mode, checked_axes, over_rows
+from jaxbucket.train.modes import Mode, checked_axes, jit_step, over_rows
 from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import EVALUATION_REMEDY, call_model
 
@@ -86,7 +86,7 @@ def make_predict_step(
     def predict_step(state: TrainState, batch: Batch) -> Batch:
         return over_all_rows(state, batch)
 
-    return JitStep(predict_step, mesh, mode)
+    return jit_step(predict_step, mesh, mode)
 
 
 def predict(

@@ -16,11 +16,11 @@ from jaxbucket.train.accumulation import AccumulatingStep
 from jaxbucket.train.gradients import gradient_sums
 from jaxbucket.train.loss import LossFn, Metrics, call_loss, mean_metrics
 from jaxbucket.train.modes import (
-    JitStep,
     Mode,
     check_is_replicated,
     check_not_gathered,
     checked_axes,
+    jit_step,
     sum_over_batch,
 )
 from jaxbucket.train.state import TrainState, check_optimizer, checked_state
@@ -74,11 +74,10 @@ def make_train_step(
         step in phases, and traces the loss once more to find out which sums it returns.
       mode: "jit" leaves the partitioning to the compiler. "shard_map" runs the loss on
         the rows of each device and adds the results up with an explicit `psum`. "pmap"
-        is the same over all axes of the mesh, as `jax.pmap` itself is: a `jax.jit` of a
-        `jax.shard_map`. Results are equal. Models with variables that their forward
-        pass changes, such as batch statistics, need "jit". There every micro-batch sees
-        the variables that the one before has changed, and a micro-batch without
-        examples changes none.
+        runs the whole step on each device with `jax.pmap`. Results are equal. Models
+        with variables that their forward pass changes, such as batch statistics, need
+        "jit". There every micro-batch sees the variables that the one before has
+        changed, and a micro-batch without examples changes none.
       batch_axes: the mesh axes over which batches are sharded, as for
         `batch_sharding`.
       seed: the seed of the dropout keys.
@@ -101,10 +100,10 @@ def make_train_step(
     Raises:
       ValueError: if `loss_fn` is not a function, the mode or an axis is unknown, the
         seed is out of range, `tx` is not an optimizer, or `accumulate` is not a bool;
-        with "pmap", if the state is sharded, or not all axes of the mesh shard the
-        rows; when traced, if the loss breaks the contract, the state is of another
-        optimizer, variables change in another mode than "jit", or micro-batches are
-        passed without `accumulate`.
+        with "pmap", if the state is sharded, not all axes of the mesh shard the rows,
+        or the devices of a process are not adjacent in it; when traced, if the loss
+        breaks the contract, the state is of another optimizer, variables change in
+        another mode than "jit", or micro-batches are passed without `accumulate`.
     """
     remedy = "Pass the number of micro-batches to `BatchSchedule(accumulate=...)`."
     check_type("accumulate", accumulate, bool, remedy)
@@ -135,7 +134,7 @@ def make_train_step(
         (grads, sums), variables = global_sums(state, batch)
         return update(state, grads, sums, variables)
 
-    return JitStep(
+    return jit_step(
         train_step,
         mesh,
         mode,
@@ -184,7 +183,8 @@ def make_eval_step(
 
     Raises:
       ValueError: if `loss_fn` is not a function, or the mode or an axis is unknown;
-        when traced, if the loss breaks the contract or changes variables of the model.
+        with "pmap", if the devices of a process are not adjacent in the mesh; when
+        traced, if the loss breaks the contract or changes variables of the model.
     """
     check_function("loss_fn", loss_fn, "(model, batch, keys)")
     axes = checked_axes(mesh, mode, batch_axes)
@@ -203,4 +203,4 @@ def make_eval_step(
         sums, _ = global_sums(state, batch)
         return mean_metrics(sums)
 
-    return JitStep(eval_step, mesh, mode)
+    return jit_step(eval_step, mesh, mode)

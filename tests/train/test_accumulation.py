@@ -202,7 +202,9 @@ def test_each_bucket_and_each_phase_is_compiled_once(mode, group):
         for micro_batches in jb.sharding.prefetch_to_mesh(dataset, mesh):
             state, _ = steps(state, micro_batches)
     assert int(state.step) == len(dataset) == 2 * len(schedule)
-    assert compiles["add_micro_batch"] == len(schedule.plan)
+    # jax's own names for pmapped functions: jax 0.10, jax 0.9.
+    names = ["_fun", "call_wrapped"] if mode == "pmap" else ["add_micro_batch"]
+    assert sum(compiles[name] for name in names) == len(schedule.plan)
     assert compiles["begin"] == compiles["update_state"] == 1
     assert list(steps) == list(schedule.plan.buckets)
     # Once for each bucket, and once more to find the names of the sums.
