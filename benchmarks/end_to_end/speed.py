@@ -40,7 +40,7 @@ from rich.table import Table
 
 import jaxbucket as jb
 from jaxbucket.data.workers import in_thread
-from jaxbucket.train.waiting import Waiting
+from jaxbucket.train.loader import Waiting
 
 METHODS = ("bucketed", "packed", "auto", "pad to max", "grain")
 # Dense operations per second in bfloat16, from NVIDIA's data sheets.

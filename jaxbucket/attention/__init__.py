@@ -1,8 +1,8 @@
 """Attention within the segments of packed rows, and masks and weights for such rows.
 
 `segment` chooses between `blockwise`, in plain jax, and the kernels `splash` for TPUs
-and `tokamax` for GPUs, for the `pairs` of queries and keys that a call describes. None
-of them creates a mask of `[B, T, T]`, as `masks` does. `targets` computes targets and
+and `tokamax` for GPUs, for the pairs of queries and keys that a call describes. None of
+them creates a mask of `[B, T, T]`, as `masks` does. `targets` computes targets and
 weights of losses on packed rows, and `sums` adds up numbers of each example.
 `left_padding` moves padding to the beginning of rows and back. `formats` returns
 batches under the names of other libraries.

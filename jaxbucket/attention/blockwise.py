@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 
 # The maximum sizes of blocks of queries and keys. 128 is the fastest on CPUs in
 # benchmarks/attention.py. On GPUs, small kernels take less time than their launch.
@@ -37,19 +37,14 @@ def attend(
     pairs: Pairs,
     block: int = BLOCK,
 ) -> jax.Array:
-    """Returns attention within segments.
+    """Returns attention within segments, for checked arguments of `segment_attention`.
+
+    The output in padding is finite but arbitrary.
 
     Args:
-      query: `[B, T, N, H]` floating point.
-      key: `[B, T, K, H]`, K a divisor of N.
-      value: `[B, T, K, H]`.
-      segment_ids: `[B, T]` int, 0 for padding, where the output is finite but
-        arbitrary.
+      query: `[B, T, N, H]`; it and the following arrays as there.
       pairs: the keys of each query, and the scale of the logits.
       block: the maximum size of a block of queries or keys.
-
-    Returns:
-      `[B, T, N, H]` in the dtype of the values.
     """
     size, seq_len, heads, width = query.shape
     count = -(-seq_len // block)
@@ -87,21 +82,6 @@ def _attend(
     return _forward(query, key, value, ids, block, pairs)[0]
 
 
-class _Residuals(NamedTuple):
-    """The inputs and results of the forward pass that the backward pass needs.
-
-    Attributes:
-      normalizer: `[B, K, G, T]` float32, the logarithm of the sum of the weights.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    ids: jax.Array
-    output: jax.Array
-    normalizer: jax.Array
-
-
 def _forward(
     query: jax.Array,
     key: jax.Array,
@@ -109,7 +89,12 @@ def _forward(
     ids: jax.Array,
     block: int,
     pairs: Pairs,
-) -> tuple[jax.Array, _Residuals]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Returns the output, and what the backward pass needs.
+
+    That is the arguments, the output, and `[B, K, G, T]` float32, the logarithm of the
+    sum of the weights.
+    """
     first, end = _spans(ids, block, pairs)
     logits = _Logits(query, key, ids, block, pairs)
     sum_dtype = _sum_dtype(query.dtype)
@@ -141,13 +126,13 @@ def _forward(
         return output, maximum + jnp.log(weight)
 
     output, normalizer = map(_join, lax.map(attend_block, _numbers(first)))
-    return output, _Residuals(query, key, value, ids, output, normalizer)
+    return output, (query, key, value, ids, output, normalizer)
 
 
 def _backward(
     block: int,
     pairs: Pairs,
-    residuals: _Residuals,
+    residuals: tuple[jax.Array, ...],
     output_grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, ids, output, normalizer = residuals

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxbucket.attention.row_layout import RowLayout, current_layout, explicit_layout
+from jaxbucket.attention.row_layout import RowLayout, explicit_layout, row_layout
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -56,7 +56,7 @@ def exchange_heads(attend: Attend) -> Attend:
     def over_devices(
         query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
-        layout = explicit_layout(query) or current_layout()
+        layout: RowLayout | None = explicit_layout(query) or row_layout.value
         if layout is None or not _divides(layout, query.shape):
             return attend(query, key, value, segment_ids)
         tokens = PartitionSpec(layout.rows, layout.columns)
@@ -85,7 +85,12 @@ def _of_device(
     if not columns:
         return attend(query, key, value, segment_ids)
     cuts = jax.lax.axis_size(columns)
-    _check_heads(query.shape[2], cuts)
+    if query.shape[2] % cuts:
+        raise ValueError(
+            f"`query` has {query.shape[2]} heads, which {cuts} devices per row cannot "
+            "share. Let a row have fewer devices (`data_mesh(max_row_shards=)`), or "
+            f"use a multiple of {cuts} heads."
+        )
     repeats = cuts // math.gcd(cuts, key.shape[2])
     key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
 
@@ -107,12 +112,3 @@ def _divides(layout: RowLayout, shape: tuple[int, ...]) -> bool:
     is_whole = shape[0] % num_shards == 0
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
     return is_whole and shape[1] % layout.num_cuts == 0 and not is_inside
-
-
-def _check_heads(heads: int, cuts: int) -> None:
-    if heads % cuts:
-        raise ValueError(
-            f"`query` has {heads} heads, which {cuts} devices per row cannot share. "
-            "Let a row have fewer devices (`data_mesh(max_row_shards=)`), or use a "
-            f"multiple of {cuts} heads."
-        )

@@ -14,6 +14,13 @@ from jaxbucket.base.batch import Batch, check_is_batch
 BatchFormat: TypeAlias = Mapping[str, str | Callable[[Batch], Any]]
 
 _IGNORED_LABEL = -100
+_T5_DECODER: BatchFormat = {
+    "decoder_input_tokens": "decoder_inputs",
+    "decoder_target_tokens": "tokens",
+    "decoder_loss_weights": "decoder_weights",
+    "decoder_segment_ids": "segment_ids",
+    "decoder_positions": "positions",
+}
 
 # By the name of a library. Add one of your own, or pass it to `convert_batch`.
 FORMATS: dict[str, BatchFormat] = {
@@ -52,19 +59,9 @@ FORMATS: dict[str, BatchFormat] = {
         "encoder_input_tokens": "encoder.tokens",
         "encoder_segment_ids": "encoder.segment_ids",
         "encoder_positions": "encoder.positions",
-        "decoder_input_tokens": "decoder_inputs",
-        "decoder_target_tokens": "tokens",
-        "decoder_loss_weights": "decoder_weights",
-        "decoder_segment_ids": "segment_ids",
-        "decoder_positions": "positions",
+        **_T5_DECODER,
     },
-    "t5_decoder": {
-        "decoder_input_tokens": "decoder_inputs",
-        "decoder_target_tokens": "tokens",
-        "decoder_loss_weights": "decoder_weights",
-        "decoder_segment_ids": "segment_ids",
-        "decoder_positions": "positions",
-    },
+    "t5_decoder": _T5_DECODER,
     "tunix": {
         "input_tokens": "tokens",
         "input_mask": "is_target",
@@ -147,9 +144,10 @@ def convert_batch(
         names = FORMATS[names]
     if tokens is None:
         tokens = token_feature(batch, "tokens", (loss_weights, encoder))
-    roles = {"": _Columns(batch, tokens, loss_weights, bos_token)}
+    known = _columns(batch, tokens, loss_weights, bos_token)
     if encoder is not None:
-        roles["encoder"] = _Columns(batch, encoder, None, bos_token)
+        columns = _columns(batch, encoder, None, bos_token)
+        known |= {f"encoder.{name}": column for name, column in columns.items()}
     used = {tokens, encoder, loss_weights}
     others = {name: x for name, x in batch.features.items() if name not in used}
     if taken := sorted(others.keys() & names.keys()):
@@ -157,22 +155,18 @@ def convert_batch(
             f"`features` has {taken}, which keep their names, so `names` cannot use "
             "them too. Leave them out of `names`, or rename these features."
         )
-    columns = {
-        name: column(batch) if callable(column) else _column(roles, column)
-        for name, column in names.items()
-    }
+    columns = {}
+    for name, column in names.items():
+        if callable(column):
+            columns[name] = column(batch)
+        elif column in known:
+            columns[name] = known[column]()
+        else:
+            raise ValueError(
+                f"`names` has {column!r}. Pass `encoder=` for columns of an encoder. "
+                f"The columns are {sorted(known)}."
+            )
     return {**columns, **others}
-
-
-def _column(roles: Mapping[str, _Columns], path: str) -> Any:
-    """Returns a column of the sequence of a role."""
-    role, _, column = path.rpartition(".")
-    if role not in roles or column not in _COLUMNS:
-        raise ValueError(
-            f"`names` has {path!r}. Pass `encoder=` for columns of an encoder. The "
-            f"columns are {sorted(_COLUMNS)}."
-        )
-    return getattr(roles[role], column)
 
 
 def _sequence_of(batch: Batch, name: str) -> str:
@@ -190,76 +184,55 @@ def _sequence_of(batch: Batch, name: str) -> str:
     return fitting[0]
 
 
-class _Columns:
-    """The columns of one sequence; `convert_batch` describes them."""
+def _columns(
+    batch: Batch, name: str, loss_weights: str | None, bos_token: int
+) -> dict[str, Callable[[], Any]]:
+    """Returns functions for the columns of a sequence; `convert_batch` describes them.
 
-    def __init__(
-        self, batch: Batch, name: str, loss_weights: str | None, bos_token: int
-    ):
-        sequence = _sequence_of(batch, name)
-        self._next = functools.partial(
-            next_tokens, batch, name, sequence=sequence, loss_weights=loss_weights
-        )
-        self._bos_token = bos_token
-        self.segment_ids = row_ids(batch, sequence)
-        self.positions = batch.positions[sequence]
+    Each is called only if it is needed, because a mask has T * T entries.
+    """
+    sequence = _sequence_of(batch, name)
+    ids, positions = row_ids(batch, sequence), batch.positions[sequence]
+    shifted = functools.partial(
+        next_tokens, batch, name, sequence=sequence, loss_weights=loss_weights
+    )
 
-    @property
-    def tokens(self) -> Any:
-        return self._next().inputs
+    def tokens() -> Any:
+        return shifted().inputs
 
-    @property
-    def mask(self) -> Any:
-        return (self.segment_ids > 0).astype("int32")
+    def targets() -> Any:
+        return shifted().targets
 
-    @property
-    def targets(self) -> Any:
-        return self._next().targets
+    def weights() -> Any:
+        return shifted().weights
 
-    @property
-    def weights(self) -> Any:
-        return self._next().weights
+    def is_target() -> Any:
+        return _as_int(shift_right(weights()) != 0)
 
-    @property
-    def target_column(self) -> Any:
-        return self.targets[..., None]
+    def decoder_weights() -> Any:
+        return shifted(bos_token=bos_token).weights
 
-    @property
-    def weight_column(self) -> Any:
-        return self.weights[..., None]
-
-    @property
-    def target_segment_ids(self) -> Any:
-        return self.segment_ids * (self.weights != 0).astype("int32")
-
-    @property
-    def is_target(self) -> Any:
-        return (shift_right(self.weights) != 0).astype("int32")
-
-    @property
-    def labels(self) -> Any:
-        return _labels(self.tokens, self.is_target)
-
-    @property
-    def decoder_inputs(self) -> Any:
-        return self._next(bos_token=self._bos_token).inputs
-
-    @property
-    def decoder_weights(self) -> Any:
-        return self._next(bos_token=self._bos_token).weights
-
-    @property
-    def decoder_labels(self) -> Any:
-        return _labels(self.tokens, (self.decoder_weights != 0).astype("int32"))
-
-    @property
-    def causal_mask(self) -> Any:
-        return attention_mask(self.segment_ids, self.positions)[:, 0]
+    return {
+        "tokens": tokens,
+        "positions": lambda: positions,
+        "segment_ids": lambda: ids,
+        "mask": lambda: _as_int(ids > 0),
+        "targets": targets,
+        "weights": weights,
+        "target_segment_ids": lambda: ids * _as_int(weights() != 0),
+        "target_column": lambda: targets()[..., None],
+        "weight_column": lambda: weights()[..., None],
+        "is_target": is_target,
+        "labels": lambda: _labels(tokens(), is_target()),
+        "decoder_inputs": lambda: shifted(bos_token=bos_token).inputs,
+        "decoder_weights": decoder_weights,
+        "decoder_labels": lambda: _labels(tokens(), _as_int(decoder_weights() != 0)),
+        "causal_mask": lambda: attention_mask(ids, positions)[:, 0],
+    }
 
 
-_COLUMNS = {"segment_ids", "positions"} | {
-    name for name, x in vars(_Columns).items() if isinstance(x, property)
-}
+def _as_int(mask: Any) -> Any:
+    return mask.astype("int32")
 
 
 def _labels(tokens: Any, is_target: Any) -> Any:

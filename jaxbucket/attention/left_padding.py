@@ -80,10 +80,7 @@ def _moved(
       places: `[T]` bool, the places of tokens in a row -> by how many places to move
         them.
     """
-    (ids, *others), (positions, *_) = (
-        batch.segment_ids.values(),
-        batch.positions.values(),
-    )
+    (name, ids), *others = batch.segment_ids.items()
     known = [name for name, x in batch.features.items() if x.shape[:2] == ids.shape]
     names = {sequences} if isinstance(sequences, str) else {*sequences}
     if others or not names or not names.issubset(known):
@@ -101,6 +98,5 @@ def _moved(
         return moved(jnp.asarray(x), jnp.asarray(ids > 0))
 
     features = {n: of_rows(x) if n in names else x for n, x in batch.features.items()}
-    (name,) = batch.segment_ids
     positions = of_rows(batch.positions[name])
     return Batch(features, {name: of_rows(ids)}, {name: positions})

@@ -7,7 +7,6 @@ equal parts, its columns, over further axes.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -38,19 +37,11 @@ class RowLayout(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in self.columns)
 
 
-# Part of the key of jax's caches, so that a function that is traced again in another
-# layout, such as `jax.checkpoint` of a block, is not taken from a cache.
-_current = jax.make_user_context(None)
-
-
-def row_layout(layout: RowLayout | None) -> AbstractContextManager[None]:
-    """Makes a layout the current one while a step is traced."""
-    return _current(layout)
-
-
-def current_layout() -> RowLayout | None:
-    """Returns the layout of the batch of the step that is traced, if it is known."""
-    return _current.value
+# `with row_layout(layout)` makes a layout the current one while a step is traced, which
+# `row_layout.value` is, or None. It is part of the key of jax's caches, so that a
+# function that is traced again in another layout, such as `jax.checkpoint` of a block,
+# is not taken from a cache.
+row_layout: Any = jax.make_user_context(None)
 
 
 def explicit_layout(x: jax.Array) -> RowLayout | None:

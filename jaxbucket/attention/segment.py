@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxbucket.attention import blockwise, splash, tokamax
 from jaxbucket.attention.exchange import exchange_heads
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 from jaxbucket.base.checks import check_choice, check_float, check_integer
 
 Implementation: TypeAlias = Literal["blockwise", "splash", "tokamax"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 
 # The largest block that divides the padded T is used. The kernel requires multiples of
 # 128.

@@ -232,7 +232,16 @@ def _loss_weights(batch: Batch, name: str, ids: Any) -> Any:
     """Returns the feature with the weights of tokens, as float32."""
     values = _feature(batch, "loss_weights", name, ids)
     if _is_known(values) and _is_known(ids):
-        _check_weights(name, np.asarray(values)[np.asarray(ids) > 0])
+        real = np.asarray(values)[np.asarray(ids) > 0]
+        is_integer = np.issubdtype(real.dtype, np.integer)
+        wrong = (real < 0) | (real > 1) if is_integer else real < 0
+        if wrong.any():
+            raise ValueError(
+                f"`loss_weights={name!r}` has the value {real[wrong][0]}. Let the "
+                "source return floats of at least 0, booleans, or integers that are 0 "
+                "or 1. Labels that are -100 in the prompt are not weights: use "
+                "`labels != -100`."
+            )
     return values.astype(np.float32)
 
 
@@ -241,15 +250,3 @@ def _is_known(array: Any) -> bool:
     return not isinstance(array, Tracer) and (
         isinstance(array, np.ndarray) or array.is_fully_addressable
     )
-
-
-def _check_weights(name: str, values: np.ndarray) -> None:
-    """Raises a ValueError if the values of real tokens cannot be weights."""
-    is_integer = np.issubdtype(values.dtype, np.integer)
-    wrong = (values < 0) | (values > 1) if is_integer else values < 0
-    if wrong.any():
-        raise ValueError(
-            f"`loss_weights={name!r}` has the value {values[wrong][0]}. Let the source "
-            "return floats of at least 0, booleans, or integers that are 0 or 1. "
-            "Labels that are -100 in the prompt are not weights: use `labels != -100`."
-        )

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.backend import get_default_device
 
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 from jaxbucket.base.notes import Noting
 
 # Only a module that Tokamax keeps private has its mask, so the extra pins the version.

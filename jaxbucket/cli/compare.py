@@ -8,14 +8,8 @@ from typing import Any
 
 import click
 
-from jaxbucket.cli.length_options import (
-    LENGTHS,
-    read_columns,
-    reading_options,
-)
-from jaxbucket.cli.limit_options import (
-    limit_options,
-)
+from jaxbucket.cli.length_options import LENGTHS, read_columns, reading_options
+from jaxbucket.cli.limit_options import limit_options
 from jaxbucket.cli.options import (
     EXISTING,
     POSITIVE,

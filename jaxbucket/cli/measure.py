@@ -10,16 +10,8 @@ import click
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
-from jaxbucket.cli.length_options import (
-    read_columns,
-    reading_options,
-)
-from jaxbucket.cli.options import (
-    NEW,
-    form_option,
-    load_function,
-    plot_option,
-)
+from jaxbucket.cli.length_options import read_columns, reading_options
+from jaxbucket.cli.options import NEW, form_option, load_function, plot_option
 from jaxbucket.cli.output import atomic_write, check_outputs, new_figure, show
 from jaxbucket.data.length_files import UNITS, Unit
 from jaxbucket.data.measure import measure_lengths

@@ -79,11 +79,7 @@ def as_dict(plan: BucketPlan, epoch: Report) -> dict[str, Any]:
 def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> None:
     """Draws the padding of every example, or the shapes of several sequences.
 
-    Args:
-      figure: the figure to draw on.
-      plan: the shapes.
-      lengths: `[N]` integers, one per row; or sequence name -> `[N]` integers.
-      epoch: the report of the plan.
+    The lengths are `[N]` integers, one per row; or sequence name -> `[N]` integers.
     """
     from jaxbucket.plan.reports.plots import plot_plan, plot_shapes
 
@@ -131,13 +127,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[IO[bytes]]:
 def new_figure(
     path: pathlib.Path | None, width: float, height: float
 ) -> Iterator[Any | None]:
-    """Yields a matplotlib figure and writes it afterwards; yields None without a path.
-
-    Args:
-      path: the file of the plot, whose suffix defines the format.
-      width: the width of the figure, in inches.
-      height: the height of the figure, in inches.
-    """
+    """Yields a figure of this size in inches, and writes it; None without a path."""
     if path is None:
         yield None
         return

@@ -11,14 +11,8 @@ from typing import Any
 import click
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.length_options import (
-    LENGTHS,
-    read_columns,
-    reading_options,
-)
-from jaxbucket.cli.limit_options import (
-    limit_options,
-)
+from jaxbucket.cli.length_options import LENGTHS, read_columns, reading_options
+from jaxbucket.cli.limit_options import limit_options
 from jaxbucket.cli.options import (
     NEW,
     POSITIVE,

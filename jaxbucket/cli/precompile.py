@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pathlib
 import sys
-from typing import TYPE_CHECKING
+import time
 
 import click
 
@@ -19,9 +19,6 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
-
-if TYPE_CHECKING:
-    from jaxbucket.compile.recipes import Precompiled
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -84,7 +81,8 @@ def precompile(
         if xla_cache is not None:
             make_writable(xla_cache)
             use_xla_cache(xla_cache)
-        done = precompile(
+        start = time.perf_counter()
+        report, failures = precompile(
             function,
             shapes,
             *arguments,
@@ -92,37 +90,25 @@ def precompile(
             executables_key=key,
             workers=workers,
         )
+        seconds = time.perf_counter() - start
         device = default_devices()[0]
         if memory_bytes is None and device.platform != "tpu":
             memory_bytes = memory_limit(device)
     limit = math.inf if memory_bytes is None else memory_bytes
-    _show(done, cache, limit, form, is_first=processes.index == 0)
-
-
-def _show(
-    done: Precompiled,
-    cache: pathlib.Path | None,
-    limit: float,
-    form: str | None,
-    *,
-    is_first: bool,
-) -> None:
-    """Prints the report and what is wrong, and exits with 1 if anything is."""
-    programs = done.report.programs
     # Memory that is unknown is above any limit.
-    above = [p for p in programs if limit < (p.peak_bytes or math.inf)]
-    not_kept = [f"{p.name} {p.label}" for p in programs if cache and not p.file]
-    if is_first:
+    above = [p for p in report.programs if limit < (p.peak_bytes or math.inf)]
+    not_kept = [f"{p.name} {p.label}" for p in report.programs if cache and not p.file]
+    if processes.index == 0:
         numbers = {
             "cache": cache and str(cache),
             "above": [f"{p.name} {p.label}" for p in above],
             "not_kept": not_kept,
-            "programs": done.report.to_dict(),
-            "failures": done.failures,
-            "seconds": done.seconds,
+            "programs": report.to_dict(),
+            "failures": failures,
+            "seconds": seconds,
         }
-        show(form, numbers, done.report)
-    for name, error in done.failures.items():
+        show(form, numbers, report)
+    for name, error in failures.items():
         click.echo(f"{name}: {error}", err=True)
     for p in above:
         click.echo(
@@ -135,8 +121,7 @@ def _show(
             f"{name} could not be stored in {cache}, so the job will compile it again.",
             err=True,
         )
-    if done.failures or above or not_kept:
-        sys.exit(1)
+    sys.exit(bool(failures or above or not_kept))
 
 
 def _missing(peak: int | None, limit: float) -> str:

@@ -10,11 +10,7 @@ from typing import Any
 import click
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.cli.length_options import (
-    LENGTHS,
-    read_columns,
-    reading_options,
-)
+from jaxbucket.cli.length_options import LENGTHS, read_columns, reading_options
 from jaxbucket.cli.options import (
     EXISTING,
     POSITIVE,
@@ -28,6 +24,7 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.output import as_dict, check_outputs, draw_plan, new_figure, show
 from jaxbucket.packing.rows import pack
 from jaxbucket.plan.devices import row_shard_shares
+from jaxbucket.plan.formatting import number_table
 from jaxbucket.plan.reports.epoch import report as report_of
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 
@@ -91,20 +88,15 @@ def report(
 
 def _shares_table(shares: list[dict[str, float]], tokens: int) -> Any:
     """Returns a table of `row_shard_shares`."""
-    from rich import box
-    from rich.table import Table
-
-    title = f"Devices that a row needs, with {tokens:,} tokens each"
-    table = Table("devices", title=title, box=box.SIMPLE)
-    for name in ("examples", "tokens", "cut off with fewer"):
-        table.add_column(name, justify="right")
-    cut_off = 1.0
-    for row in shares:
-        values = (row["examples"], row["tokens"], cut_off)
-        texts = [f"{value:.1%}" for value in values]
-        table.add_row(f"{row['devices']}", *texts[:2], texts[2] if cut_off < 1 else "")
-        cut_off = row["cut_off"]
-    return table
+    # What is cut off if rows are on fewer devices than a line says.
+    cut_off = ["", *(f"{row['cut_off']:.1%}" for row in shares)]
+    rows = (
+        (f"{row['devices']}", f"{row['examples']:.1%}", f"{row['tokens']:.1%}", lost)
+        for row, lost in zip(shares, cut_off, strict=False)
+    )
+    columns = ("devices", "examples", "tokens", "cut off with fewer")
+    caption = f"Devices that a row needs, with {tokens:,} tokens each"
+    return number_table(columns, rows, caption)
 
 
 def read_plan(path: pathlib.Path) -> BucketPlan:

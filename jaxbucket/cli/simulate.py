@@ -9,14 +9,8 @@ from typing import Any
 import click
 import numpy as np
 
-from jaxbucket.cli.length_options import (
-    LENGTHS,
-    read_columns,
-    reading_options,
-)
-from jaxbucket.cli.limit_options import (
-    step_time_options,
-)
+from jaxbucket.cli.length_options import LENGTHS, read_columns, reading_options
+from jaxbucket.cli.limit_options import step_time_options
 from jaxbucket.cli.options import (
     EXISTING,
     POSITIVE,

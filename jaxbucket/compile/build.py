@@ -22,12 +22,13 @@ from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.progress import progress_bar
 from jaxbucket.compile.absent import Device, is_absent
-from jaxbucket.compile.executables import Executables, devices_of, without_xla_cache
+from jaxbucket.compile.executables import Executables, without_xla_cache
 from jaxbucket.compile.report import (
     CompileReport,
     ProgramReport,
     costs_of,
     count_flops,
+    devices_of,
 )
 
 # A bucket, or the name of a phase that all buckets share.
@@ -86,10 +87,6 @@ class Program:
 class Build:
     """Builds programs, in the given order.
 
-    Args:
-      programs: the programs.
-      options: the options of `compile_steps`.
-
     Attributes:
       executables: label -> executable.
       failures: label, as in reports -> the error of tracing or compiling it.
@@ -141,6 +138,7 @@ class Build:
                 traced = program.fn.trace(*program.args)
                 lowered, flops = traced.lower(), count_flops(traced.jaxpr)
             else:
+                # Of `jax.pmap`.
                 lowered, flops = program.fn.lower(*program.args), None
             report = ProgramReport(
                 program.name,
@@ -172,7 +170,7 @@ class Build:
             report = dataclasses.replace(
                 report,
                 compile_seconds=time.perf_counter() - start,
-                **costs_of(executable, program.args, devices_of(program.args)),
+                **costs_of(executable, program.args),
             )
             if self._files is not None and path is not None:
                 report = self._files.save(path, lowered, executable, report)

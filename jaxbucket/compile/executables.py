@@ -22,18 +22,17 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxbucket.base.digest import digest
 from jaxbucket.base.files import complete
 from jaxbucket.base.version import __version__
-from jaxbucket.compile.report import ProgramReport
+from jaxbucket.compile.report import ProgramReport, devices_of
 
 _SUFFIX = ".executable"
 # What else the compiler depends on. The lowered program contains all other options.
@@ -61,11 +60,6 @@ class Executables:
 
     A lowered program may have several `stages`, each a `jax.stages.Lowered`, and a
     function `join` that makes its executable of theirs.
-
-    Args:
-      folder: the folder of the files, which is created if necessary.
-      key: anything else that the executables depend on.
-      arguments: the arguments of all programs.
 
     Attributes:
       platform: the platform of the devices, such as "cpu".
@@ -218,20 +212,6 @@ def _description(lowered: jax.stages.Lowered) -> list[Any]:
     inner = getattr(lowered, "_lowering", None)
     options = str(getattr(inner, "_compiler_options_kvs", None))
     return [lowered.as_text(), names, shapes, options]
-
-
-def devices_of(arguments: Any) -> tuple[Any, ...]:
-    """Returns the devices, in order, on which programs with these arguments run."""
-    devices: tuple[Any, ...] = ()
-    for leaf in jax.tree.leaves(arguments):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            of_leaf = tuple(np.ravel(cast(np.ndarray, sharding.mesh.devices)))
-        else:
-            device_set = getattr(sharding, "device_set", ())
-            of_leaf = tuple(sorted(device_set, key=lambda device: device.id))
-        devices = max(devices, of_leaf, key=len)
-    return devices or (jax.devices()[0],)
 
 
 def _facts(devices: Sequence[Any], key: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,9 @@ from jaxbucket.base.progress import progress_bar
 from jaxbucket.base.table import bytes_text
 from jaxbucket.compile.absent import default_devices, memory_limit
 from jaxbucket.compile.build import CompileOptions
-from jaxbucket.compile.memory import is_out_of_memory, refused_bytes
 from jaxbucket.compile.recipes import call_recipe
-from jaxbucket.compile.report import ProgramReport, shard_bytes
-from jaxbucket.compile.steps import compile_with
+from jaxbucket.compile.report import shard_bytes
+from jaxbucket.compile.steps import compile_with, is_out_of_memory
 from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes
 
 # Tokens on each device of the first program for TPUs, which should be refused.
@@ -35,6 +35,13 @@ _GROWTH = 16
 _ROUNDING = 1.001
 # More positions of a batch on each device than anybody needs.
 _MOST_TOKENS = 2**31
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"([\d.]+)([KMGT]?)"
+# How XLA for TPUs refuses a program: before it tries to save memory, and after.
+_REFUSALS = (
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +200,17 @@ def _compile(
         if not specs:
             continue
         compiled = compile_with(options, step_fn, state, specs)
-        found = {p.label: _compiled(p, limit) for p in compiled.report.programs}
-        found |= {label: _refused(error) for label, error in compiled.failures.items()}
+        found: dict[str, _Result] = {}
+        for program in compiled.report.programs:
+            size = program.peak_bytes
+            # Memory that is unknown is above any limit.
+            fits = limit is None or (size is not None and size <= limit)
+            found[program.label] = _Result(fits, size)
+        for label, error in compiled.failures.items():
+            if not is_out_of_memory(error):
+                raise error
+            sizes = refused_bytes(error) or (None, None)
+            found[label] = _Result(False, *sizes, error=error)
         of_buckets = {bucket: found.pop(str(bucket)) for bucket in specs}
         for bucket, result in of_buckets.items():
             # What is left are phases, such as the update after micro-batches, which are
@@ -206,17 +222,23 @@ def _compile(
     return results
 
 
-def _compiled(report: ProgramReport, limit: int | None) -> _Result:
-    # Memory that is unknown is above any limit.
-    peak = math.inf if report.peak_bytes is None else report.peak_bytes
-    return _Result(limit is None or peak <= limit, report.peak_bytes)
+def refused_bytes(error: BaseException) -> tuple[int, int] | None:
+    """Returns the bytes that a program needs, and those that there are.
 
+    Returns None if the compiler does not say.
 
-def _refused(error: Exception) -> _Result:
-    """Returns what the compiler says, or raises an error that is not about memory."""
-    if not is_out_of_memory(error):
-        raise error
-    return _Result(False, *(refused_bytes(error) or (None, None)), error=error)
+    Example:
+      >>> refused_bytes(ValueError("Used 20.50G of 15.75G hbm. Exceeded by 4.75G"))
+      (22011707392, 16911433728)
+    """
+    for refusal in _REFUSALS:
+        if match := refusal.search(str(error)):
+            needed, unit, available, unit_available = match.groups()
+            return (
+                int(float(needed) * _UNITS[unit]),
+                int(float(available) * _UNITS[unit_available]),
+            )
+    return None
 
 
 class _Search:

@@ -9,9 +9,7 @@ initialized.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,24 +17,9 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
 from jaxbucket.compile.absent import current_absent_devices
 from jaxbucket.compile.build import CompileOptions
-from jaxbucket.compile.executables import devices_of, make_writable
-from jaxbucket.compile.report import CompileReport
+from jaxbucket.compile.executables import make_writable
+from jaxbucket.compile.report import CompileReport, devices_of
 from jaxbucket.compile.steps import compile_with, short
-
-
-@dataclasses.dataclass(frozen=True)
-class Precompiled:
-    """The result of `precompile`.
-
-    Attributes:
-      report: the seconds and bytes of each program.
-      failures: the programs that did not compile -> the first line of the error.
-      seconds: the total time.
-    """
-
-    report: CompileReport
-    failures: dict[str, str]
-    seconds: float
 
 
 def precompile(
@@ -47,7 +30,7 @@ def precompile(
     executables_key: str = "",
     workers: int | None = None,
     progress: bool = True,
-) -> Precompiled:
+) -> tuple[CompileReport, dict[str, str]]:
     """Compiles every shape of a plan, including those after one that fails.
 
     Example:
@@ -58,25 +41,19 @@ def precompile(
       ...     state = jb.sharding.replicate(jax.ShapeDtypeStruct((), np.int32), mesh)
       ...     specs = jb.sharding.batch_specs(plan, {"x": np.ones(3, "f4")}, mesh)
       ...     return (lambda state, batch: state + batch.num_tokens), state, specs
-      >>> done = precompile(recipe, jb.BucketPlan.from_shapes([(8, 4)]))
-      >>> done.report, done.failures
+      >>> precompile(recipe, jb.BucketPlan.from_shapes([(8, 4)]))
       (<CompileReport: 1 programs, 1 compiled>, {})
 
     Args:
-      recipe: called with the plan and the arguments; returns `(step_fn, state, specs)`,
-        or a dict of such triples by name.
+      recipe: called with the plan and the arguments.
       plan: the plan with the shapes to compile.
       *arguments: arguments of the job, passed on to the recipe.
-      executables: the folder in which executables are saved for the job.
-      executables_key: the job's `executables_key`.
-      workers: the number of programs to compile at the same time; defaults to half the
-        number of CPU cores.
-      progress: whether to show a progress bar on a terminal.
+      executables, executables_key, workers, progress: as for `compile_steps`.
 
     Returns:
-      The report of the programs, and the programs that failed.
+      The seconds and bytes of each program; and the programs that did not compile, name
+      and bucket -> the first line of the error.
     """
-    start = time.perf_counter()
     options = CompileOptions(
         workers, executables, executables_key, progress, keep_going=True
     )
@@ -89,8 +66,7 @@ def precompile(
         for label, error in steps.failures.items():
             summary = [type(error).__name__, *str(error).strip().splitlines()[:1]]
             failures[f"{name} {label}"] = ": ".join(summary)
-    seconds = time.perf_counter() - start
-    return Precompiled(CompileReport(tuple(programs)), failures, seconds)
+    return CompileReport(tuple(programs)), failures
 
 
 def call_recipe(

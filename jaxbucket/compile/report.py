@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, cast
 
 import jax
+import numpy as np
 
 from jaxbucket.base.table import Record
 from jaxbucket.compile.collectives import Collective, count_collectives
@@ -95,7 +96,7 @@ class ProgramReport:
         }
 
 
-def costs_of(executable: Any, args: Any, devices: Sequence[Any]) -> dict[str, Any]:
+def costs_of(executable: Any, args: Any) -> dict[str, Any]:
     """Returns the fields of a report that only the executable knows.
 
     Bytes are None where the backend reports no value.
@@ -114,11 +115,26 @@ def costs_of(executable: Any, args: Any, devices: Sequence[Any]) -> dict[str, An
         # Arguments that a program does not use, such as the state of the optimizer in
         # an evaluation, are in memory as well.
         costs["argument_bytes"] = max(costs["argument_bytes"], shard_bytes(args))
+    devices = devices_of(args)
     if devices[0].platform == "tpu":
         costs["hbm_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
     if len(devices) > 1 and hasattr(executable, "as_text"):
         costs["collectives"] = count_collectives(executable.as_text())
     return costs
+
+
+def devices_of(arguments: Any) -> tuple[Any, ...]:
+    """Returns the devices, in order, on which programs with these arguments run."""
+    devices: tuple[Any, ...] = ()
+    for leaf in jax.tree.leaves(arguments):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            of_leaf = tuple(np.ravel(cast(np.ndarray, sharding.mesh.devices)))
+        else:
+            device_set = getattr(sharding, "device_set", ())
+            of_leaf = tuple(sorted(device_set, key=lambda device: device.id))
+        devices = max(devices, of_leaf, key=len)
+    return devices or (jax.devices()[0],)
 
 
 def shard_bytes(tree: Any) -> int:

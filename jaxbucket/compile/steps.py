@@ -13,8 +13,8 @@ import jax
 
 from jaxbucket.base.batch import Batch, check_is_batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.table import bytes_text
 from jaxbucket.compile.build import Build, CompileOptions, Label, Program
-from jaxbucket.compile.memory import explain_out_of_memory, is_out_of_memory
 from jaxbucket.compile.report import CompileReport
 
 _Result = TypeVar("_Result")
@@ -297,10 +297,39 @@ class CompiledSteps(Mapping[Bucket, Any], Generic[_Result]):
                 raise
 
     def _explain(self, error: Exception, label: Label, args: Any) -> None:
-        """Adds a note to an error of the program of a bucket, if memory has ended."""
-        if is_out_of_memory(error):
-            peaks = {p.label: p.peak_bytes for p in self.report.programs}
-            explain_out_of_memory(error, label, peaks.get(str(label)), args)
+        """Adds to an error of exhausted memory which program it was, and what to do.
+
+        Args:
+          error: the error of an executable.
+          label: the bucket or phase.
+          args: the arguments of the executable, the first of which is the state; None
+            if later steps have donated it.
+        """
+        if not is_out_of_memory(error):
+            return
+        peaks = {p.label: p.peak_bytes for p in self.report.programs}
+        peak = peaks.get(str(label))
+        needs = "" if peak is None else f", which needs {bytes_text(peak)}"
+        is_lost = args is None or any(
+            isinstance(leaf, jax.Array) and leaf.is_deleted()
+            for leaf in jax.tree.leaves(args[:1])
+        )
+        state = "The state was donated to it: resume from the last checkpoint."
+        if not is_lost:
+            state = "The state is intact: save a checkpoint before you stop."
+        error.add_note(
+            f"Memory was exhausted by the program of {label}{needs} on each device, "
+            f"besides batches that wait and anything else in memory. {state} Then plan "
+            "with a smaller `max_tokens` for this T: `jaxbucket fit` finds the largest."
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether jax raised an error because the memory of a device is exhausted."""
+    text = str(error)
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    # The memory of a core, in which the blocks of a kernel have to be, is another.
+    return is_of_jax and "RESOURCE_EXHAUSTED" in text and "vmem" not in text.lower()
 
 
 def _check_arguments(state: Any, specs: Any) -> None:

@@ -52,13 +52,7 @@ def read_settings(*settings: Any) -> tuple[Any, Any, Any] | None:
 
 
 def connect(settings: tuple[Any, Any, Any], timeout: int, start_timeout: int) -> None:
-    """Connects this process to the others.
-
-    Args:
-      settings: the settings from `read_settings`.
-      timeout: seconds without a heartbeat after which jax ends all processes.
-      start_timeout: seconds to wait for the others.
-    """
+    """Connects this process to the others, with the settings from `read_settings`."""
     address, _, index = settings
     if index == 0:
         try:

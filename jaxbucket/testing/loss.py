@@ -145,14 +145,14 @@ def _variants(
     rows = np.arange(num_rows)
     # Twice as many keys, because empty rows are added below.
     keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
-    expected = results.whole(batch, _take(keys, rows))
+    expected = results.whole(batch, take_rows(keys, rows))
     _require_finite(expected)
-    halves = results.of_halves(batch, _take(keys, rows))
+    halves = results.of_halves(batch, take_rows(keys, rows))
     scale = jax.tree.map(_scale, halves)
     order = np.random.default_rng(0).permutation(num_rows)
     if np.array_equal(order, rows):
         order = rows[::-1]
-    reordered = results.whole(take_rows(batch, order), _take(keys, order))
+    reordered = results.whole(take_rows(batch, order), take_rows(keys, order))
     reorder, split, with_empty, with_padding, with_columns, alone = REMEDIES
     yield reorder, reordered, expected, scale
     yield split, _added(halves), expected, scale
@@ -214,10 +214,6 @@ class _Results:
             return jax.tree.map(lambda x: np.stack([x, np.zeros_like(x)]), whole)
         halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (batch, keys))
         return self._halves(self._state, *halves)
-
-
-def _take(keys: Any, rows: np.ndarray) -> Any:
-    return None if keys is None else keys[rows]
 
 
 def _added(of_halves: Any) -> Any:

@@ -146,7 +146,9 @@ def _results(
     and of what it returns. With each number of a state comes that before the step.
     """
     given = jax.tree.map(_copy, state)
-    before = [_snapshot(leaf) for leaf in jax.tree.leaves(given)]
+    numbers = map(_number, jax.tree.leaves(given))
+    # Copied, because the step may change them in place.
+    before = [None if x is None else np.array(x) for x in numbers]
     returned = step_fn(given, batch)
     structure = jax.tree.structure(state)
     first = returned[0] if isinstance(returned, tuple | list) and returned else returned
@@ -157,7 +159,7 @@ def _results(
         # A single array is recognized by its place.
         return x is given or x is first
 
-    numbers = {}
+    found = {}
     tree = {"state": given, "results": returned}
     for path, part in jax.tree.leaves_with_path(tree, is_leaf=is_state):
         olds = before if is_state(part) else [None]
@@ -166,12 +168,8 @@ def _results(
         ):
             name = jax.tree_util.keystr((*path, *inner))
             if (x := _number(leaf)) is not None and not name.endswith(_OF_SHAPES):
-                numbers[name] = x, old
-    return numbers
-
-
-def _snapshot(leaf: Any) -> np.ndarray | None:
-    return None if (x := _number(leaf)) is None else np.array(x)
+                found[name] = x, old
+    return found
 
 
 def _copy(x: Any) -> Any:

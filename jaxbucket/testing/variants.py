@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from jaxbucket.base.batch import Batch
 
+_T = TypeVar("_T")
 # Names of the features that are padded; with several sequences also a mapping from each
 # to its features. None for those of shape `[B, T, ...]`.
 PaddedFeatures: TypeAlias = Collection[str] | Mapping[str, Collection[str]] | None
@@ -20,9 +21,9 @@ def is_packed(batch: Batch) -> bool:
     return bool(batch.segments_per_row.max() > 1)
 
 
-def take_rows(batch: Batch, rows: np.ndarray) -> Batch:
-    """Returns the batch of these rows."""
-    return jax.tree.map(lambda x: x[rows], batch)
+def take_rows(tree: _T, rows: np.ndarray) -> _T:
+    """Returns a batch, or keys of rows, with these rows only."""
+    return jax.tree.map(lambda x: x[rows], tree)
 
 
 def with_empty_rows(batch: Batch, count: int) -> Batch:

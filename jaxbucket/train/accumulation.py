@@ -11,9 +11,8 @@ that clipping, for example, is applied to that gradient.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +30,7 @@ from jaxbucket.train.state import TrainState, checked_state
 from jaxbucket.train.variables import by_path, with_values
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["grads", "sums", "variables", "micro_batches"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Accumulated:
+class Accumulated(NamedTuple):
     """Gradients and sums over the micro-batches of a step so far.
 
     Attributes:
@@ -131,15 +124,7 @@ class AccumulatingStep:
     def __call__(
         self, state: TrainState, micro_batches: Sequence[Batch]
     ) -> tuple[TrainState, Metrics]:
-        """Takes a step over all micro-batches.
-
-        Args:
-          state: the state, which is donated in the last phase.
-          micro_batches: a tuple of batches on the mesh of the step.
-
-        Returns:
-          The new state and the metrics over all micro-batches.
-        """
+        """Takes a step over all micro-batches; the last phase donates the state."""
         batches = _checked(micro_batches)
         self._check(state)
         accumulated = self.begin(state, batches[0])
@@ -150,13 +135,7 @@ class AccumulatingStep:
     def compile_steps(
         self, state: Any, specs: Mapping[Bucket, Batch], options: CompileOptions
     ) -> CompiledAccumulation:
-        """Compiles all phases ahead of time, for `jaxbucket.compile_steps`.
-
-        Args:
-          state: a state, or its shapes, dtypes and shardings.
-          specs: bucket -> shapes, dtypes and shardings of its batches.
-          options: the options of `jaxbucket.compile_steps`.
-        """
+        """Compiles all phases ahead of time, with arguments of `compile_steps`."""
         self._check(state)
         # A function without arguments serves all buckets.
         first = next(iter(specs.values()))
@@ -184,26 +163,14 @@ class AccumulatingStep:
 
         replicated = jax.tree.map(lambda x: at(x, self._shardings.sums), shapes)
         grads = jax.tree.map(lambda x, p: at(x, p.sharding), shapes.grads, state.params)
-        return dataclasses.replace(replicated, grads=grads)
+        return replicated._replace(grads=grads)
 
 
 class CompiledAccumulation(CompiledSteps):
     """Compiled `steps(state, micro_batches)`, and a mapping from bucket to `add`."""
 
     def __call__(self, state: Any, batch: Sequence[Batch]) -> Any:  # pyright: ignore
-        """Takes a step over all micro-batches.
-
-        Args:
-          state: the state, which is donated in the last phase.
-          batch: the micro-batches, a tuple of batches on the mesh of the step.
-
-        Returns:
-          The new state and the metrics over all micro-batches.
-
-        Raises:
-          ValueError: if `batch` is not a tuple of batches, or one of them has a shape,
-            dtype or feature outside the plan.
-        """
+        """Takes a step as `AccumulatingStep`, but only over batches of the plan."""
         micro_batches = _checked(batch)
         buckets = list(map(self.bucket_of, micro_batches))
         accumulated = self.run_program("begin")

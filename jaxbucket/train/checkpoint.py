@@ -165,8 +165,10 @@ class Checkpoints:
             (self._directory / name).touch()
         (name, *_) = processes.gather("writing a test file", name)
         token = self._directory / name
-        visible = str(_becomes_visible(token))
-        seen = processes.gather("finding the test file", visible)
+        deadline = time.monotonic() + _SECONDS_TO_SEE
+        while not (is_visible := token.exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        seen = processes.gather("finding the test file", str(is_visible))
         if processes.index == 0:
             token.unlink()
         blind = [index for index, reply in enumerate(seen) if reply != str(True)]
@@ -257,7 +259,10 @@ class Checkpoints:
             )
         # Orbax would find out in the background that a value is not serializable.
         values = json.loads(json.dumps(dict(extra or {}), allow_nan=False))
-        self._clear_half_written()
+        if jax.process_index() == 0:
+            # Parts that killed processes left: nothing is being written now.
+            for path in self._directory.glob(f"*{_HALF_WRITTEN}*"):
+                path.rmtree()
         self._last = position.step
         self._saving = threading.get_ident()
         self._manager.save(
@@ -348,15 +353,6 @@ class Checkpoints:
         self._manager.reload()
         self._claimed = True
 
-    def _clear_half_written(self) -> None:
-        """Removes the partial checkpoint of a killed process.
-
-        Call it only while no checkpoint is being written.
-        """
-        if jax.process_index() == 0:
-            for path in self._directory.glob(f"*{_HALF_WRITTEN}*"):
-                path.rmtree()
-
     def _seal(self) -> None:
         """Seals a checkpoint whose files are complete, before it is published."""
         if jax.process_index() != 0:
@@ -373,13 +369,3 @@ def _different_state(folder: epath.Path, difference: str) -> ValueError:
         f"{difference}. Use the model, `wrt` and the optimizer that were saved, or "
         "your own pytree if that was saved."
     )
-
-
-def _becomes_visible(path: epath.Path) -> bool:
-    """Returns whether a file becomes visible within `_SECONDS_TO_SEE`."""
-    deadline = time.monotonic() + _SECONDS_TO_SEE
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

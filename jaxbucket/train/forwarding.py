@@ -31,57 +31,43 @@ def are_forwarded(
       function: a function that can be traced, from values to as many values.
       values: its arguments.
     """
-    jaxpr = jax.make_jaxpr(function)(values).jaxpr
-    pairs = zip(jaxpr.outvars, jaxpr.invars, strict=True)
-    return [_origin(jaxpr, result) is argument for result, argument in pairs]
+    origins = _origins(jax.make_jaxpr(function)(values).jaxpr)
+    return [index == origin for index, origin in enumerate(origins)]
 
 
-def _origin(jaxpr: Jaxpr, variable: Any) -> Any:
-    """Returns the variable that was passed on as this one; None if it was computed."""
-    producers = {
-        id(result): (eqn, index)
-        for eqn in jaxpr.eqns
-        for index, result in enumerate(eqn.outvars)
-    }
-    while id(variable) in producers:
-        eqn, index = producers[id(variable)]
-        variable = _passed_on(eqn, index)
-    return variable
+def _origins(jaxpr: Jaxpr) -> list[int | None]:
+    """Returns the index of the argument that each result is; None if it is computed."""
+    origins = {id(argument): index for index, argument in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)  # without its constants
+        # The arguments and results of these equations are those of the function
+        # inside, in the same order.
+        if not isinstance(inner, Jaxpr) or (len(inner.invars), len(inner.outvars)) != (
+            *(len(eqn.invars), len(eqn.outvars)),
+        ):
+            continue
+        for index, position in enumerate(_origins(inner)):
+            if position is not None and _is_kept(eqn, inner, position, index):
+                origin = origins.get(id(eqn.invars[position]))
+                if origin is not None:
+                    origins[id(eqn.outvars[index])] = origin
+    return [origins.get(id(result)) for result in jaxpr.outvars]
 
 
-def _passed_on(eqn: JaxprEqn, index: int) -> Any:
-    """Returns the argument that an equation returns as a result; None if there is none.
+def _is_kept(eqn: JaxprEqn, inner: Jaxpr, position: int, index: int) -> bool:
+    """Whether an equation whose function passes on an argument returns all of it.
 
-    The arguments and results of these equations are those of the function inside, in
-    the same order.
+    The arguments of a scan are constants, carried values and arrays of slices, its
+    results are carried values and arrays of slices.
     """
-    inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)  # without its constants
-    if not isinstance(inner, Jaxpr) or (len(inner.invars), len(inner.outvars)) != (
-        *(len(eqn.invars), len(eqn.outvars)),
-    ):
-        return None
-    origin = _origin(inner, inner.outvars[index])
-    for position, argument in enumerate(inner.invars):
-        if origin is argument:
-            is_kept = eqn.primitive.name != "scan" or _is_kept(
-                eqn, inner, position, index
-            )
-            return eqn.invars[position] if is_kept else None
-    return None
-
-
-def _is_kept(scan: JaxprEqn, inner: Jaxpr, position: int, index: int) -> bool:
-    """Whether a scan that passes on an argument in each iteration returns all of it.
-
-    Its arguments are constants, carried values and arrays of slices, its results are
-    carried values and arrays of slices.
-    """
+    if eqn.primitive.name != "scan":
+        return True
     sliced_arguments = [
-        _is_sliced(*x) for x in zip(scan.invars, inner.invars, strict=True)
+        _is_sliced(*x) for x in zip(eqn.invars, inner.invars, strict=True)
     ]
     sliced_results = [
-        _is_sliced(*x) for x in zip(scan.outvars, inner.outvars, strict=True)
+        _is_sliced(*x) for x in zip(eqn.outvars, inner.outvars, strict=True)
     ]
     if sliced_results[index]:
         return sliced_arguments[position]

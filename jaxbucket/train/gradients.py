@@ -14,12 +14,7 @@ from jaxbucket.base.batch import Batch
 from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.train.loss import LossFn, Metrics, call_loss
 from jaxbucket.train.state import TrainState, checked_state
-from jaxbucket.train.variables import (
-    Values,
-    by_path,
-    call_model,
-    warn_if_not_returned,
-)
+from jaxbucket.train.variables import Values, by_path, call_model, warn_if_not_returned
 
 _PARAMETER_REMEDY = (
     "It is a parameter, which only the optimizer changes. Make it a variable of "
@@ -56,9 +51,24 @@ def gradient_sums(
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        loss = functools.partial(
-            _loss, loss_fn, updates_variables, checked_state(state), batch, keys
-        )
+        checked_state(state)
+
+        def call(model: Any) -> tuple[tuple[jax.Array, Metrics], Any]:
+            loss_sum, sums, returned = call_loss(loss_fn, model, batch, keys)
+            warn_if_not_returned(state.variables, returned)
+            return (loss_sum, sums), returned
+
+        def loss(params: Any) -> tuple[jax.Array, tuple[Metrics, Values]]:
+            given = dataclasses.replace(state, params=params)
+            if not updates_variables:
+                (loss_sum, sums), _ = call_model(call, given, _NEEDS_JIT)
+                return loss_sum, (sums, {})
+            (loss_sum, sums), new = call_model(
+                call, given, _PARAMETER_REMEDY, fixed=("params", "frozen")
+            )
+            new = {path: new[path] for path in by_path(state.variables)}
+            return loss_sum, (sums, new)
+
         loss_sum, pull_back, (sums, variables) = jax.vjp(
             loss, state.params, has_aux=True
         )
@@ -77,31 +87,6 @@ def gradient_sums(
         return (grads, sums), variables
 
     return sums
-
-
-def _loss(
-    loss_fn: LossFn,
-    updates_variables: bool,
-    state: TrainState,
-    batch: Batch,
-    keys: jax.Array | None,
-    params: Any,
-) -> tuple[jax.Array, tuple[Metrics, Values]]:
-    """Returns the loss sum of some parameters, its sums and the new variables."""
-
-    def call(model: Any) -> tuple[tuple[jax.Array, Metrics], Any]:
-        loss_sum, sums, returned = call_loss(loss_fn, model, batch, keys)
-        warn_if_not_returned(state.variables, returned)
-        return (loss_sum, sums), returned
-
-    state = dataclasses.replace(state, params=params)
-    if not updates_variables:
-        (loss_sum, sums), _ = call_model(call, state, _NEEDS_JIT)
-        return loss_sum, (sums, {})
-    (loss_sum, sums), new = call_model(
-        call, state, _PARAMETER_REMEDY, fixed=("params", "frozen")
-    )
-    return loss_sum, (sums, {path: new[path] for path in by_path(state.variables)})
 
 
 def _cotangent_exponent(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -20,15 +20,9 @@ def init_linen(
     """Returns the variables of a Linen module, collection -> tree of arrays.
 
     They do not include values that the module records with `sow` or `perturb`, because
-    a call would append to those of the initialization, or add to them.
-
-    Args:
-      module: the module.
-      sample: the argument of the module, or a tuple of its positional arguments.
-        Arrays and `jax.ShapeDtypeStruct`s stand for zeros of their shape and dtype.
-      rngs: a key, or a dict of keys; None for `jax.random.key(0)`.
-      mesh: the mesh on which the variables are created. They are sharded as
-        `linen.with_partitioning` says, and replicated otherwise.
+    a call would append to those of the initialization, or add to them. On a mesh, they
+    are sharded as `linen.with_partitioning` says, and replicated otherwise.
+    `create_state` describes the arguments.
     """
     if sample is None:
         raise ValueError(

@@ -20,13 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxbucket.attention.row_layout import layout_of, row_layout
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.checks import check_choice, check_seed
+from jaxbucket.base.notes import Noting
 from jaxbucket.sharding.mesh import Axes, axis_names
-from jaxbucket.train.pmap import (
-    DEVICES,
-    PmapStep,
-    check_one_axis,
-    check_whole_rows,
-)
+from jaxbucket.train.pmap import DEVICES, PmapStep, check_one_axis, check_whole_rows
 from jaxbucket.train.state import checked_state
 
 Mode: TypeAlias = Literal["jit", "shard_map", "pmap"]
@@ -87,7 +83,8 @@ class JitStep:
     ):
         functools.update_wrapper(self, fn)
         self._check = check
-        self._mode, self._signature = mode, inspect.signature(fn)
+        self._mode: Mode = mode
+        self._signature = inspect.signature(fn)
         if out_shardings is None:
             out_shardings = NamedSharding(mesh, PartitionSpec())
         self._jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
@@ -103,8 +100,7 @@ class JitStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Traces and lowers the step for arguments of these shapes."""
-        with self._layout(*args, **kwargs):
-            return self._jitted.lower(*args, **kwargs)
+        return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the shapes and dtypes of the results."""
@@ -169,7 +165,9 @@ def over_rows(
         equal on all devices.
     """
     if mode == "jit":
-        return functools.partial(_naming_explicit_axes, fn, mesh)
+        if AxisType.Explicit in mesh.axis_types:
+            return functools.partial(_naming_explicit_axes, fn, mesh)
+        return fn
     if mode == "pmap":
         if not gathers:
             return fn
@@ -193,16 +191,12 @@ def over_rows(
 
 
 def _naming_explicit_axes(fn: Callable[..., Any], mesh: Mesh, *args: Any) -> Any:
-    try:
+    with Noting(
+        f"`mesh` has axis types {mesh.axis_types}. If the loss does not support "
+        "Explicit axes, build the mesh with `data_mesh()`, or with "
+        "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
+    ):
         return fn(*args)
-    except Exception as error:
-        if AxisType.Explicit in mesh.axis_types:
-            error.add_note(
-                f"`mesh` has axis types {mesh.axis_types}. If the loss does not "
-                "support Explicit axes, build the mesh with `data_mesh()`, or with "
-                "`jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)`."
-            )
-        raise
 
 
 def sum_over_batch(
@@ -213,10 +207,7 @@ def sum_over_batch(
     Args:
       sums: `(state, batch, keys) -> (sums, values)`, sums over the rows of one device,
         and values that are equal on all devices.
-      mesh: the mesh on which batches are sharded.
-      mode: how sums are added up over devices. The function that is returned must be
-        called inside of `jit_step`.
-      axes: the mesh axes that shard the rows.
+      mesh, mode, axes: as for `over_rows`.
       seed: the seed of the rows' keys; None to pass no keys.
     """
     names = {"jit": (), "shard_map": axes, "pmap": (DEVICES,)}[mode]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,18 +155,16 @@ def create_state(
         check_function("sharding", sharding, "(path, leaf)")
         if mesh is None:
             raise ValueError("`sharding` requires `mesh`. Pass `mesh=data_mesh()`.")
-    parts = _parts(model, mesh, sample, rngs, variables, wrt)
-    _check_variables(parts.variables)
-    if wrt is not None and not jax.tree.leaves(parts.params):
-        raise _nothing_selected(wrt, parts.frozen)
+    state = _untrained(model, mesh, sample, rngs, variables, wrt)
+    _check_variables(state.variables)
+    if wrt is not None and not jax.tree.leaves(state.params):
+        raise _nothing_selected(wrt, state.frozen)
     if tx is not None:
-        _check_differentiable(parts.params)
-    step = jnp.zeros((), jnp.int32)
-    state = TrainState(
-        step=jax.eval_shape(lambda: step) if has_shapes(parts) else step,
-        opt_state=() if tx is None else _init(tx, parts.params),
-        **parts._asdict(),
-    )
+        _check_differentiable(state.params)
+        state = dataclasses.replace(state, opt_state=_init(tx, state.params))
+    if has_shapes(state):
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        state = dataclasses.replace(state, step=step)
     if mesh is None:
         # Copied, because steps donate the state.
         return jax.tree.map(
@@ -176,19 +174,14 @@ def create_state(
     return _on_mesh(state, mesh, sharding)
 
 
-class _Parts(NamedTuple):
-    """The parts of a model, as in `TrainState`."""
-
-    params: Any
-    frozen: Any
-    variables: Any
-    graphdef: Any = None
-
-
-def _parts(
+def _untrained(
     model: Any, mesh: Mesh | None, sample: Any, rngs: Any, variables: Any, wrt: Any
-) -> _Parts:
-    """Returns the parts of a model of any kind; the arguments of `create_state`."""
+) -> TrainState:
+    """Returns the state of a model of any kind without an optimizer.
+
+    The arguments are those of `create_state`.
+    """
+    step = jnp.zeros((), jnp.int32)
     if isinstance(model, TrainState):
         _check_unused("a state", sample=sample, rngs=rngs, variables=variables)
         state, model = model, model.model
@@ -200,7 +193,7 @@ def _parts(
         trained = nnx.Param if wrt is None else nnx.All(nnx.Param, wrt)
         graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
         params, frozen, others = map(_as_arrays, states)
-        return _Parts(params, frozen, others, graphdef)
+        return TrainState(step, params, frozen, others, (), graphdef)
     if isinstance(model, linen.Module):
         _check_unused("a Linen module", variables=variables)
         others = init_linen(model, sample, rngs, mesh)
@@ -210,7 +203,7 @@ def _parts(
         _check_plain(model, variables)
         others = () if variables is None else _as_arrays(unfreeze(dict(variables)))
         params = _as_arrays(model)
-    return _Parts(*_split(params, wrt), others)
+    return TrainState(step, *_split(params, wrt), others, ())
 
 
 def checked_state(state: Any) -> TrainState:
@@ -340,14 +333,9 @@ def _check_plain(params: Any, variables: Mapping[str, Any] | None) -> None:
             "into `nnx.Dict(...)` or `nnx.List([...])`), or a Linen module with "
             "`sample=`."
         )
-    if isinstance(params, Mapping):
-        _check_has_no_collections(params)
-
-
-def _check_has_no_collections(params: Mapping[str, Any]) -> None:
-    """Raises a ValueError if collections of a Linen module would be trained."""
-    others = [name for name in params if name != "params"]
-    if "batch_stats" in params or ("params" in params and others):
+    names = [*params] if isinstance(params, Mapping) else []
+    others = [name for name in names if name != "params"]
+    if "batch_stats" in names or ("params" in names and others):
         collections = ", ".join(f'"{name}": variables["{name}"]' for name in others)
         raise ValueError(
             f"`model` has the collections {others}, which would be trained. Pass the "

@@ -15,7 +15,7 @@ from jaxbucket.optim.batch_size import at_least_float32
 from jaxbucket.optim.states import learning_rate_metrics, skip_where
 from jaxbucket.train.loss import Metrics, mean_metrics
 from jaxbucket.train.state import TrainState
-from jaxbucket.train.variables import Values, with_values
+from jaxbucket.train.variables import Values, by_path, with_values
 
 
 def updater(
@@ -23,9 +23,7 @@ def updater(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Returns `(state, gradients, sums, variables) -> (state, metrics)`.
 
-    Args:
-      tx: the optimizer.
-      skip_nonfinite: skip updates that are not finite, see `make_train_step`.
+    `make_train_step` describes the arguments.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -46,7 +44,8 @@ def updater(
             num_rows=metrics["num_rows"],
             weight=metrics["weight"],
         )
-        metrics |= {"grad_norm": _norm(grads), **learning_rate_metrics(opt_state)}
+        norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))
+        metrics |= {"grad_norm": norm, **learning_rate_metrics(opt_state)}
         new = dataclasses.replace(
             state,
             params=optax.apply_updates(state.params, updates),
@@ -54,7 +53,7 @@ def updater(
             opt_state=opt_state,
         )
         if skip_nonfinite:
-            checked = updates, metrics["loss"], metrics["grad_norm"]
+            checked = updates, metrics["loss"], norm
             skipped = ~_all_finite(checked, new, state)
             new = _skip_where(skipped, new, state)
             metrics["skipped"] = skipped.astype(jnp.int32)
@@ -79,8 +78,7 @@ def _check_state_of(tx: Any, state: TrainState) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+    return {path: jnp.shape(leaf) for path, leaf in by_path(tree).items()}
 
 
 def _mean_gradients(grads: Any, weight: jax.Array, params: Any) -> Any:
@@ -96,11 +94,6 @@ def _mean_gradients(grads: Any, weight: jax.Array, params: Any) -> Any:
         return (grad.astype(wide) / divisor.astype(wide)).astype(param.dtype)
 
     return jax.tree.map(divide, grads, params)
-
-
-def _norm(tree: Any) -> jax.Array:
-    """Returns the global norm of a tree, in single precision or wider."""
-    return optax.tree.norm(jax.tree.map(at_least_float32, tree))
 
 
 def _skip_where(skipped: jax.Array, new: TrainState, old: TrainState) -> TrainState:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxbucket as jb
 from jaxbucket.attention import blockwise, splash
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 from jaxbucket.data.collate import row_segments
 
 SLOW = pytest.mark.exhaustive

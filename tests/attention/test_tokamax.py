@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import jaxbucket as jb
 from jaxbucket.attention import blockwise, segment, tokamax
-from jaxbucket.attention.pairs import Pairs
+from jaxbucket.attention.masks import Pairs
 
 INSTALLED = all(map(importlib.util.find_spec, ("tokamax", "jax_cuda13_plugin")))
 GPU = pytest.mark.skipif(not INSTALLED, reason="needs jaxbucket[gpu-plan]")

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import jaxbucket as jb
 from jaxbucket.cli import main
-from jaxbucket.compile.fit import _Result, _Search
-from jaxbucket.compile.memory import is_out_of_memory, refused_bytes
+from jaxbucket.compile.fit import _Result, _Search, refused_bytes
+from jaxbucket.compile.steps import is_out_of_memory
 
 TX = optax.sgd(1e-3)
 WIDTH, MOST = 16, 10
