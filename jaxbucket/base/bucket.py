@@ -55,6 +55,11 @@ class Bucket:
         return (size,) if isinstance(size, int) else tuple(size.values())
 
     @property
+    def sequences(self) -> tuple[str, ...]:
+        """The names of several sequences, in alphabetical order."""
+        return tuple(self.seq_len) if isinstance(self.seq_len, Sizes) else ()
+
+    @property
     def tokens_per_row(self) -> int:
         """T, or the sum of the T of several sequences."""
         return total(self.seq_len)

@@ -6,9 +6,8 @@ import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.table import Record
+from jaxbucket.base.table import Record, format_cost, number_table
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.formatting import format_cost, number_table
 from jaxbucket.plan.reports.epoch_report import Report, sizes
 
 Pack: TypeAlias = Literal["auto", "always", "never"]

@@ -22,10 +22,10 @@ from jaxbucket.base.checks import (
     check_accumulate,
     check_choice,
     check_seed,
+    selected_indices,
 )
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.selection import selected_indices
 from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing

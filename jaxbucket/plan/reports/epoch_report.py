@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxbucket.base.table import Record
-from jaxbucket.plan.formatting import format_cost, number_table
+from jaxbucket.base.table import Record, format_cost, number_table
 
 
 @dataclasses.dataclass(frozen=True)
