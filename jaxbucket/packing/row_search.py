@@ -26,7 +26,7 @@ from jaxbucket.packing.row_choice import (
     separation,
     sparse_cost,
 )
-from jaxbucket.packing.rows import check_cap, pack_kept
+from jaxbucket.packing.rows import pack_kept
 from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
@@ -86,7 +86,7 @@ class RowSearch:
     Args:
       lengths: `[N, Q]` integers, a row for each example.
       limits: the limits and the costs of packed rows.
-      max_segments_per_row: the maximum number of examples in a row; None for no limit.
+      cap: the maximum number of examples in a row.
       block_sparse: whether attention takes time within examples only.
 
     Attributes:
@@ -94,14 +94,9 @@ class RowSearch:
     """
 
     def __init__(
-        self,
-        lengths: np.ndarray,
-        limits: Limits,
-        max_segments_per_row: int | None,
-        block_sparse: bool,
+        self, lengths: np.ndarray, limits: Limits, cap: int, block_sparse: bool
     ):
-        self._lengths, self._limits = lengths, limits
-        self._cap = check_cap(max_segments_per_row)
+        self._lengths, self._limits, self._cap = lengths, limits, cap
         # Tokens have no quadratic part.
         self._block_sparse = block_sparse and limits.cost_fn is not None
         self.last: Shape = tuple(limits.max_seq_lens(lengths).tolist())

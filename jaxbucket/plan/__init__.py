@@ -7,8 +7,8 @@ How a plan for one length comes about (`planner.plan_within`):
 2. `candidates` count the examples up to every T at which a bucket may end.
 3. `optimal` chooses K of them: `lower_bound` bounds the cost of all longer examples by
    dynamic programming, as if every batch were full, and `branch_and_bound` extends
-   choices bucket by bucket, remainders included, pruned by these bounds. With too many
-   candidates, `dense` first picks some. `boundary_rules` are simpler ways to choose.
+   choices bucket by bucket, remainders included, pruned by these bounds.
+   `boundary_rules` are simpler ways to choose.
 4. `flow.batch_sizes` chooses B of each bucket for the examples that it gets, and
    `Limits.plan` makes the plan.
 

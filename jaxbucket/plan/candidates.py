@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -88,7 +88,7 @@ class Candidates:
         """`[G]` float64 or int64, the cost of the largest step of each length."""
         return self.sizes.costs[:, -1]
 
-    def take(self, index: np.ndarray) -> Candidates:
+    def take(self, index: np.ndarray) -> Self:
         """Returns some of the candidates.
 
         Args:
@@ -107,19 +107,15 @@ class Candidates:
         return np.diff(self.examples[chosen], prepend=0)
 
     def epoch_cost(self, chosen: np.ndarray) -> float:
-        """Returns the total cost of the batches of one epoch, remainders included.
-
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
+        """Returns the total cost of the batches of one epoch, remainders included."""
         return self.fit(chosen).cost
 
-    def fit(self, chosen: np.ndarray) -> Fit:
-        """Returns the cheapest steps of each bucket.
+    def padded_cost(self, chosen: np.ndarray) -> float:
+        """Returns the cost of an epoch in which no remainder is promoted."""
+        return self.sizes.padded_costs(chosen, self.counts(chosen)).sum().item()
 
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
+    def fit(self, chosen: np.ndarray) -> Fit:
+        """Returns the cheapest steps of each bucket."""
         return fitted(self.sizes.take(chosen), self.counts(chosen))
 
 

@@ -80,16 +80,11 @@ class Points:
         columns = zip(self.values, seq_lens.T, strict=True)
         return np.stack([np.searchsorted(values, t) for values, t in columns], axis=1)
 
-    def frontier(self, among: np.ndarray | None = None) -> np.ndarray:
-        """Returns the points that no other point dominates, `[n, Q]` indices.
-
-        Args:
-          among: `[P]` bool, the points that are compared; all by default.
-        """
-        indices = self.indices if among is None else self.indices[among]
+    def frontier(self) -> np.ndarray:
+        """Returns the points that no other point dominates, `[n, Q]` indices."""
         # A dominating point has a larger sum. Those are compared first.
-        order = np.argsort(-indices.sum(axis=1), kind="stable")
-        left, kept = indices[order], []
+        order = np.argsort(-self.indices.sum(axis=1), kind="stable")
+        left, kept = self.indices[order], []
         while len(left):
             kept.append(left[0])
             left = left[(left > left[0]).any(axis=1)]

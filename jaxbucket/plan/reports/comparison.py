@@ -28,8 +28,7 @@ from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.nested import nested_shapes
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.reports.epoch import report
-from jaxbucket.plan.reports.epoch_report import Report
+from jaxbucket.plan.reports.epoch import Report, report
 
 OPTIMAL = "optimal"
 BY_TOKENS = "optimal by tokens"
