@@ -87,13 +87,11 @@ class _Field:
       word: the index of the word in the key.
       shift: the number of lower bits in the word.
       bits: the number of bits of the field.
-      is_highest: whether this is the highest field of its word.
     """
 
     word: int
     shift: int
     bits: int
-    is_highest: bool
 
 
 class Composite:
@@ -130,7 +128,7 @@ class Composite:
           first: the index of the first row.
         """
         size = len(keys[0])
-        words = np.empty((size, self.num_words), np.uint64)
+        words = np.zeros((size, self.num_words), np.uint64)
         indices = np.arange(first, first + min(size, _BLOCK), dtype=np.uint64)
         for start in range(0, size, _BLOCK):
             block = words[start : start + _BLOCK]
@@ -147,13 +145,8 @@ class Composite:
 
     def _put(self, words: np.ndarray, i: int, bits: np.ndarray) -> None:
         field = self._fields[i]
-        word, shift = words[:, field.word], np.uint64(field.shift)
-        if field.is_highest:
-            word[:] = bits
-            word <<= shift
-        else:
-            bits = bits.astype(np.uint64, copy=False)
-            word |= bits << shift if field.shift else bits
+        bits = bits.astype(np.uint64, copy=False)
+        words[:, field.word] |= bits << np.uint64(field.shift)
 
     def decode(
         self, composite: np.ndarray
@@ -191,6 +184,6 @@ def _packed_fields(maxima: Sequence[int]) -> tuple[list[_Field], int]:
             word, used = word + 1, 0
         # A field without bits is not shifted, because a shift by 64 is undefined.
         shift = _WORD_BITS - used - bits if bits else 0
-        fields.append(_Field(word, shift, bits, is_highest=used == 0))
+        fields.append(_Field(word, shift, bits))
         used += bits
     return fields, word + 1
