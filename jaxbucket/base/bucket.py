@@ -101,11 +101,5 @@ class ComponentBucket(Bucket):
 
     component: str
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self, batch_size: int, seq_len: int | Mapping[str, int], component: str
-        ) -> None: ...
-
     def __str__(self) -> str:
         return f"{super().__str__()} of {self.component!r}"

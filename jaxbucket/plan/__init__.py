@@ -17,9 +17,11 @@ sequences are planned jointly, in the files `joint_*` (`joint_planner.plan_seque
 
 1. `nested` finds shapes to start from: it sorts the examples by one number, and lets
    `optimal` cut this order into K buckets.
-2. `joint_points` count the examples that need each combination of T.
+2. `joint_points` count the examples that need each combination of T, and
+   `joint_pricing` says what a batch of any shape holds and costs.
 3. `joint_search` adds and swaps shapes while an epoch becomes cheaper, from a few
-   shapes and from the nested ones; few combinations are enumerated.
+   shapes and from the nested ones; `joint_swaps` counts what each of thousands of
+   shapes would take, at once. Few combinations are enumerated.
 4. Every set of shapes found is priced with B by `flow.batch_sizes`. The cheapest one
    gets its final B for all lengths, and buckets without batches are removed.
 

@@ -122,18 +122,11 @@ class Candidates:
 def _cumulative(
     lengths: LengthCounts, last: int, multiple: int, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns lengths at which a bucket may end, and counts of the examples up to each.
+    """Returns lengths at which a bucket may end, and what is up to each, `[G]` int64.
 
-    Args:
-      lengths: the number of examples of each length.
-      last: the length of the last bucket, a multiple of `multiple`.
-      multiple: the number of which every boundary is a multiple.
-      overlong: the policy for examples longer than `last`. The chunks of examples that
-        are split count as examples.
-
-    Returns:
-      `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
-      examples that are at most this long; and `[G]` int64, the number of their tokens.
+    The lengths are multiples that increase up to `last`. The other results are the
+    number of examples that are at most this long, and the number of their tokens. The
+    chunks of examples that are split count as examples.
     """
     if overlong == "split":
         lengths = lengths.split(last)

@@ -1,12 +1,7 @@
 """Plans for examples with several lengths, such as source and target.
 
 Choosing K shapes is a facility location problem: every example goes to the cheapest
-shape that holds it. Only the distinct combinations of T that examples need matter, the
-`joint_points`. `joint_pricing` says what a batch of any shape holds and costs.
-`joint_search` starts with few shapes, adds one at a time, and then swaps single shapes
-for others while an epoch becomes cheaper; `joint_swaps` counts what each of thousands
-of shapes would take, at once. It also improves the shapes of `nested`, and compares all
-sets if there are few. The planner chooses B for the cheapest shapes found.
+shape that holds it. The steps are those of the description in `jaxbucket.plan`.
 """
 
 from __future__ import annotations
