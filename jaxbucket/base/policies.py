@@ -24,12 +24,8 @@ GROUPS: tuple[str, ...] = get_args(Group)
 def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> Any:
     """Returns the policy for examples that are too long, or that for each sequence.
 
-    Equal policies of all sequences are one policy.
-
-    Args:
-      overlong: the policy, or a mapping from sequence name to a policy.
-      sequences: the names of several sequences.
-      others: what has these sequences, for `check_same_sequences`.
+    Equal policies of all sequences are one policy. `sequences` and `others` are those
+    of `check_same_sequences`.
     """
     known = OVERLONG_SEVERAL if sequences else OVERLONG
     if not isinstance(overlong, Mapping):

@@ -150,14 +150,7 @@ def checked_size(name: str, value: Any) -> int | Sizes:
 def sizes_of(
     name: str, value: Any, sequences: Collection[str], others: str
 ) -> int | Sizes:
-    """Returns `checked_size`, after checking that a mapping has some sequences.
-
-    Args:
-      name: the name of the argument, for messages.
-      value: an integer or a mapping.
-      sequences: the names of the expected sequences.
-      others: what has these sequences, for `check_same_sequences`.
-    """
+    """Returns `checked_size`, after `check_same_sequences` of a mapping."""
     if isinstance(value, Mapping):
         check_same_sequences(name, value, sequences, others)
     return checked_size(name, value)
@@ -202,26 +195,18 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
 
 
 def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
-    """Returns lengths of one sequence, `[N]`, or of several, `[N, Q]`.
-
-    Args:
-      lengths: `[N]` integers; or as for `lengths_matrix`.
-      sequences: the names of several sequences; empty if examples have one length.
-    """
+    """Returns lengths of one sequence, `[N]`; or of several, as `lengths_matrix`."""
     if sequences:
         return lengths_matrix(lengths, sequences)
     return check_lengths(lengths)
 
 
 def total_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Returns the number of tokens of each example over all sequences, `[N]`.
+    """Returns the tokens of each example, `[N]`, from `[N]` or `[N, Q]` lengths.
 
     Example:
       >>> total_lengths(np.array([[3, 1], [5, 2]]))
       array([4, 7])
-
-    Args:
-      lengths: `[N]` lengths of one sequence, or `[N, Q]` of several.
     """
     if lengths.ndim == 1:
         return lengths

@@ -251,10 +251,7 @@ def _packed(
 def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:
     """Returns limits with longer rows, as the budget allows, if these may save enough.
 
-    Args:
-      limits: the limits of all rows.
-      last: the T of the longest row.
-      choice: the packed rows that are no longer than this.
+    `choice` is the best of the packed rows that are no longer than `last`.
     """
     if limits.max_seq_len is not None or choice.padding <= _MIN_SAVING:
         return None

@@ -126,12 +126,7 @@ class RowSearch:
         return self.of_all(best.shapes)
 
     def of_all(self, shapes: Iterable[Sequence[int]]) -> RowChoice:
-        """Returns the rows of all examples for a choice of shapes.
-
-        Args:
-          shapes: the T of each sequence in each shape; one of them is the longest in
-            every sequence.
-        """
+        """Returns the rows of all examples for shapes of which one holds all others."""
         shapes = self._sorted(shapes)
         choices = (self._of_all(shapes, fuller=fuller) for fuller in (False, True))
         return min(choices, key=_by_rank)
@@ -308,10 +303,8 @@ class RowSearch:
     ) -> tuple[float, ...]:
         """Returns the costs of steps that attend within examples only, `[K]`.
 
-        Args:
-          plan: the buckets.
-          pairs: `[K]`, the pairs of tokens of the same example in all rows.
-          rows: `[K]`, the number of rows.
+        Each bucket has `[K]` rows, and `[K]` pairs of tokens of the same example in
+        them.
         """
         share = pairs / np.maximum(rows, 1) / np.square(plan.tokens_per_row)
         share[rows == 0] = 1
@@ -330,16 +323,8 @@ def representatives(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most `most` kinds, each for examples with about as many tokens.
 
-    Consecutive kinds are represented by a random one of them, and its count is the
-    number of their examples.
-
-    Args:
-      kinds: `[V, Q]` sorted lengths of the sequences of each kind.
-      counts: `[V]` integers, the number of examples of each kind.
-      most: the largest number of kinds to return.
-
-    Returns:
-      `[n, Q]` kinds and `[n]` counts.
+    Of `[V, Q]` sorted kinds, consecutive ones are represented by a random one of them,
+    and its count is the number of their examples.
     """
     tokens = np.cumsum(kinds.sum(axis=1) * counts)
     ends = np.searchsorted(tokens, np.arange(1, most + 1) * (tokens[-1] / most))

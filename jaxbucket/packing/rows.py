@@ -21,16 +21,8 @@ from jaxbucket.base.policies import Overlong
 from jaxbucket.base.sizes import Lengths, Sizes, lengths_matrix, total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
-from jaxbucket.packing.sequences import (
-    count_kinds,
-    group_kinds,
-    row_shapes,
-)
-from jaxbucket.packing.subset_sum import (
-    choose_fuller,
-    fewest_positions,
-    fullest_rows,
-)
+from jaxbucket.packing.sequences import count_kinds, group_kinds, row_shapes
+from jaxbucket.packing.subset_sum import choose_fuller, fewest_positions, fullest_rows
 from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 from jaxbucket.plan.chunks import kept_lengths
 

@@ -18,11 +18,7 @@ from jaxbucket.base.sizes import Sizes, checked_size
 
 
 def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
-    """Returns the T of rows in increasing order, `Sizes` for several sequences.
-
-    Args:
-      max_seq_len: T, or sequence name -> T; or several of these, in any order.
-    """
+    """Returns the T of rows, from `max_seq_len` of `pack`, in increasing order."""
     is_one = isinstance(max_seq_len, Mapping) or np.ndim(max_seq_len) == 0
     given = [max_seq_len] if is_one else list(max_seq_len)
     shapes = sorted({checked_size("max_seq_len", shape) for shape in given})
@@ -44,10 +40,6 @@ def count_kinds(
       >>> count_kinds(np.array([[3, 1], [2, 5], [3, 1]]), capacities=[8, 8])
       (array([[2, 5],
              [3, 1]], dtype=int32), array([1, 2]))
-
-    Args:
-      lengths: `[N, Q]` integers, at most `capacities`.
-      capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
     """
     if lengths.shape[1] == 1:
         counted = LengthCounts(lengths[:, 0])

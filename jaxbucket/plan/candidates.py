@@ -44,12 +44,7 @@ class Candidates:
 
     @classmethod
     def of(cls, lengths: LengthCounts | ArrayLike, limits: Limits) -> Candidates:
-        """Returns every T at which a bucket may end.
-
-        Args:
-          lengths: `[N]` integers, one per example, or their counts.
-          limits: the limits of all shapes, and the cost of a step.
-        """
+        """Returns every T at which a bucket may end."""
         if isinstance(limits.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens={limits.max_tokens}` requires `boundaries`. Pass one for "
@@ -89,11 +84,7 @@ class Candidates:
         return self.sizes.costs[:, -1]
 
     def take(self, index: np.ndarray) -> Self:
-        """Returns some of the candidates.
-
-        Args:
-          index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
-        """
+        """Returns the candidates of some indices, `[K]`."""
         names = ("seq_lens", "examples", "tokens")
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, sizes=self.sizes.take(index), **columns)

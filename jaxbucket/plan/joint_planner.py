@@ -68,13 +68,7 @@ def _without_unused(
 
 
 def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPlan:
-    """Returns the plan with given T, with B for the examples of each bucket.
-
-    Args:
-      limits: the limits of all shapes, and the cost of a step.
-      seq_lens: `[K, Q]` integers, the T of each sequence.
-      lengths: sequence name -> `[N]` integers, one per example; or `[N, Q]`.
-    """
+    """Returns the plan with given T, `[K, Q]`, and B for the examples in each."""
     matrix = lengths_matrix(lengths, limits.sequences)
 
     def counts(plan: BucketPlan) -> np.ndarray:
@@ -84,18 +78,12 @@ def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPla
 
 
 def with_batch_sizes(
-    limits: Limits,
-    seq_lens: np.ndarray,
-    counts_fn: Callable[[BucketPlan], np.ndarray],
+    limits: Limits, seq_lens: np.ndarray, counts_fn: Callable[[BucketPlan], np.ndarray]
 ) -> BucketPlan:
-    """Returns a plan with B for the rows of each bucket.
+    """Returns the plan with given T, `[K, Q]`, and B for the rows of each bucket.
 
-    Examples may change their bucket with the cost of a row, and so with B.
-
-    Args:
-      limits: the limits of all shapes, and the cost of a step.
-      seq_lens: `[K, Q]` integers, the T of each sequence.
-      counts_fn: plan -> `[K]` integers, the rows that each bucket is assigned.
+    Rows may change their bucket with the cost of a row, and so with B: `counts_fn`
+    returns how many of them a plan assigns to each bucket, `[K]`.
     """
     plans, costs = [limits.plan(seq_lens)], []
     for _ in range(_ROUNDS):

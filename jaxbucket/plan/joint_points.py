@@ -98,10 +98,9 @@ class Points:
         return held
 
     def restricted(self, axes: list[np.ndarray]) -> Points:
-        """Returns the points if only some T are possible.
+        """Returns the points if only some T are possible, the last among them.
 
-        Args:
-          axes: for each sequence the increasing indices of these T, including the last.
+        Their increasing indices are given for each sequence.
         """
         up = [
             np.searchsorted(axis, np.arange(len(values)))
@@ -124,12 +123,7 @@ class Points:
         ]
 
     def near(self, shapes: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Returns the indices of T of some shapes and of their neighbors.
-
-        Args:
-          shapes: `[K, Q]` indices.
-          offsets: the distances of the neighbors, in indices.
-        """
+        """Returns the indices of T that are at given distances from those of shapes."""
         axes = []
         for column, values in zip(shapes.T, self.values, strict=True):
             neighbors = (column[:, None] + offsets).ravel()

@@ -302,10 +302,6 @@ def few_shapes(points: Points, pricing: Pricing) -> np.ndarray | None:
     long as the budget allows. With two sequences, the other one falls in this order, so
     no fewer shapes hold them, if the budget allows every shape that another allowed
     shape holds. With more sequences, the best of the orders is taken.
-
-    Args:
-      points: the examples.
-      pricing: the prices of shapes.
     """
     frontier = points.frontier()
     choices = [

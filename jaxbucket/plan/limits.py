@@ -204,20 +204,13 @@ class Limits:
         return -(-lengths // self.multiples) * self.multiples
 
     def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the longest T of each sequence, `[Q]` int64.
-
-        Args:
-          lengths: `[N, Q]` integers, one row per example.
-        """
+        """Returns the longest T of each sequence, `[Q]` int64, for `[N, Q]` lengths."""
         if self.max_seq_len is not None:
             return self._each(self.max_seq_len).astype(np.int64)
         return self.rounded(lengths.max(axis=0))
 
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the lengths of the examples to plan for, `[n, Q]`.
-
-        Args:
-          lengths: `[N, Q]` integers, one row per example.
+        """Returns which of `[N, Q]` lengths to plan for, `[n, Q]`, truncated if needed.
 
         Raises:
           ValueError: if a sequence is too long and its policy is "error", or no

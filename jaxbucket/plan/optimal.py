@@ -141,10 +141,7 @@ class Optimum:
         self.exact = False
         while True:
             search = Search(
-                problem,
-                self._bounds[: num_buckets + 1],
-                width,
-                _MAX_PAIRS - pairs,
+                problem, self._bounds[: num_buckets + 1], width, _MAX_PAIRS - pairs
             )
             best = search.improve(best, cost)
             pairs += search.pairs

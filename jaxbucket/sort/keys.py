@@ -121,12 +121,7 @@ class Composite:
         return self.dtype.itemsize // 8
 
     def encode(self, keys: Sequence[np.ndarray], first: int) -> np.ndarray:
-        """Returns the `[n]` composite keys of columns.
-
-        Args:
-          keys: the columns, each `[n]`.
-          first: the index of the first row.
-        """
+        """Returns the `[n]` composite keys of columns; `first` is the index of row 0."""
         size = len(keys[0])
         words = np.zeros((size, self.num_words), np.uint64)
         indices = np.arange(first, first + min(size, _BLOCK), dtype=np.uint64)

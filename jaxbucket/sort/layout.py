@@ -20,20 +20,11 @@ _INVALID = -1
 
 
 def gather_layout(
-    keys: Keys,
-    descending: bool | Sequence[bool],
-    assignment: str,
-    devices: Devices,
+    keys: Keys, descending: bool | Sequence[bool], assignment: str, devices: Devices
 ) -> tuple[Composite, list[tuple[np.ndarray, ...]], list[int], np.ndarray]:
     """Checks the arguments of `sample_sort` and returns the layout of the keys.
 
     All processes must call this.
-
-    Args:
-      keys: the argument of `sample_sort` in this process.
-      descending: the argument of `sample_sort`.
-      assignment: the argument of `sample_sort`.
-      devices: the devices of all processes.
 
     Returns:
       The layout of composite keys; the columns of each local device, `[n]` each; the

@@ -111,10 +111,7 @@ def _sorted_parts(
 ) -> list[np.ndarray]:
     """Returns the sorted composite keys of each local device; `parts` is cleared.
 
-    Args:
-      parts: the composite keys of each local device.
-      sizes: `[D]`, the number of keys of each device.
-      devices: the devices of all processes.
+    `sizes` are the numbers of keys of all devices, `[D]`.
     """
     _on_each(lambda part: part.sort(), parts)
     if devices.count == 1:
@@ -137,10 +134,7 @@ def _deal(
 ) -> list[np.ndarray]:
     """Sends the key of rank r to device `r % D`.
 
-    Args:
-      parts: the sorted keys of each local device.
-      ends: `[D + 1]`: device d has the ranks from `ends[d]` to `ends[d + 1] - 1`.
-      devices: the devices of all processes.
+    Before, device d has the ranks from `ends[d]` to `ends[d + 1] - 1`.
     """
     count = devices.count
     offsets = (np.arange(count) - ends[:-1, None]) % count

@@ -198,12 +198,7 @@ def _cheapest_of_each(
 
 
 def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
-    """Returns the cost of an epoch, with Python integers if the costs are integers.
-
-    Args:
-      batches: `[K]` integers, the number of batches of each bucket.
-      costs: `[K]` integers or floats, the cost of a batch of each bucket.
-    """
+    """Returns the cost of an epoch of `[K]` batches, exactly if costs are integers."""
     if costs.dtype.kind == "f":
         return (batches * costs).sum().item()
     pairs = zip(batches.tolist(), costs.tolist(), strict=True)
