@@ -121,7 +121,7 @@ class Composite:
         return self.dtype.itemsize // 8
 
     def encode(self, keys: Sequence[np.ndarray], first: int) -> np.ndarray:
-        """Returns the `[n]` composite keys of columns; `first` is the index of row 0."""
+        """Returns the `[n]` composite keys; `first` is the index of their first row."""
         size = len(keys[0])
         words = np.zeros((size, self.num_words), np.uint64)
         indices = np.arange(first, first + min(size, _BLOCK), dtype=np.uint64)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def fits(lengths: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """Returns whether each shape, `[K, Q]`, holds each example, `[N, Q]`: `[N, K]` bool.
+    """Returns whether each shape, `[K, Q]`, holds each example, `[N, Q]`, as `[N, K]`.
 
     Example:
       >>> fits(np.array([[3, 9]]), np.array([[4, 8], [4, 16]]))
