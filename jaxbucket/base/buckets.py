@@ -29,6 +29,7 @@ from jaxbucket.base.sizes import (
     Size,
     Sizes,
     check_same_sequences,
+    each_size,
     lengths_matrix,
     sizes_of,
 )
@@ -143,17 +144,13 @@ class BucketPlan:
 
     def _check_limits(self) -> None:
         """Raises a ValueError if a bucket violates a limit of the plan."""
-
-        def each(value: Any) -> Any:
-            return list(value.values()) if isinstance(value, Sizes) else value
-
         tokens = self.batch_sizes[:, None] * self.seq_lens
         if not isinstance(self.max_tokens, Sizes):
             tokens = tokens.sum(axis=1, keepdims=True)
         violations = {
-            "max_tokens": tokens > each(self.max_tokens),
+            "max_tokens": tokens > each_size(self.max_tokens),
             "batch_size_multiple": self.batch_sizes % self.batch_size_multiple > 0,
-            "seq_len_multiple": self.seq_lens % each(self.seq_len_multiple) > 0,
+            "seq_len_multiple": self.seq_lens % each_size(self.seq_len_multiple) > 0,
         }
         for name, violated in violations.items():
             if violated.any():

@@ -82,11 +82,7 @@ class Sizes(PerSequence[int]):
         return sum(self.values())
 
     def holds(self, others: Mapping[str, int]) -> bool:
-        """Returns whether each size is at least that of the same sequence in `others`.
-
-        Args:
-          others: a size for each of the same sequences.
-        """
+        """Returns whether each size is at least that of the same sequence in others."""
         return self.keys() == others.keys() and all(
             size >= others[name] for name, size in self.items()
         )
@@ -136,6 +132,11 @@ def check_same_sequences(
 def total(size: int | Sizes) -> int:
     """Returns a size, or the sum of the sizes of several sequences."""
     return size.total if isinstance(size, Sizes) else size
+
+
+def each_size(size: int | Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the size of each of several sequences, or of the only one."""
+    return tuple(size.values()) if isinstance(size, Mapping) else (size,)
 
 
 def checked_size(name: str, value: Any) -> int | Sizes:

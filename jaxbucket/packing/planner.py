@@ -11,7 +11,7 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice, check_positive
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.sizes import Lengths, any_lengths
+from jaxbucket.base.sizes import Lengths, any_lengths, each_size
 from jaxbucket.base.table import Record, format_cost, number_table
 from jaxbucket.packing.row_choice import (
     RowChoice,
@@ -26,7 +26,7 @@ from jaxbucket.packing.vector_best_fit import MAX_CAPACITY
 from jaxbucket.plan.costs import CostFn, TokenCost
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.planner import plan_within
-from jaxbucket.plan.reports.epoch import Report, report, sizes
+from jaxbucket.plan.reports.epoch import Report, report
 from jaxbucket.plan.tally import Tally
 
 # Rows may be longer than the longest example by this factor, if they save this share of
@@ -105,7 +105,7 @@ class PackedPlan(Record):
         columns = self.rows, self.segments, self.report.buckets
         lines = (
             (
-                *(str(b.batch_size), *map(str, sizes(b.seq_len))),
+                *(str(b.batch_size), *map(str, each_size(b.seq_len))),
                 *(str(rows), f"{segments:.1f}"),
                 *(f"{b.padding:.1%}", f"{b.cost_share:.1%}"),
             )
@@ -257,7 +257,7 @@ def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:
         return None
     for factor in range(min(_MAX_FACTOR, MAX_CAPACITY // max(last)), 1, -1):
         longest = np.array([last]) * factor
-        if limits.batch_sizes(longest if limits.sequences else longest[0])[0] > 0:
+        if limits.batch_sizes(longest)[0] > 0:
             (seq_len,) = limits.named(longest)
             return dataclasses.replace(limits, max_seq_len=seq_len)
     return None

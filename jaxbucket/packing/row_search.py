@@ -235,7 +235,7 @@ class RowSearch:
         array = np.array(shapes, np.int64)
         is_longest = array[-1] >= np.maximum(array.max(axis=0), self._least)
         is_increasing = np.diff(array.sum(axis=1)) > 0
-        fits = self._limits.batch_sizes(self._seq_lens(array)) > 0
+        fits = self._limits.batch_sizes(array) > 0
         return bool(is_longest.all() and is_increasing.all() and fits.all())
 
     def _rounded(self, sizes: np.ndarray) -> Shape:
@@ -244,22 +244,22 @@ class RowSearch:
         rounded = np.maximum(np.rint(sizes / multiples), 1).astype(np.int64) * multiples
         return tuple(np.minimum(rounded, self.last).tolist())
 
-    def _seq_lens(self, array: np.ndarray) -> np.ndarray:
-        """Returns `[n, Q]` T or lengths as plans take them, `[n]` for one length."""
-        return array if self._limits.sequences else array[:, 0]
+    def _assign(self, plan: BucketPlan, rows: _Rows) -> np.ndarray:
+        """Returns the bucket of each group of rows, `[P]`."""
+        return plan.assign(rows.lengths if plan.sequences else rows.lengths[:, 0])
 
     def _choice(self, shapes: tuple[Shape, ...], rows: _Rows) -> RowChoice:
         """Returns the choice for given rows, with the cost of an epoch."""
-        size, lengths = len(shapes), self._seq_lens(rows.lengths)
+        size = len(shapes)
 
         def counts(plan: BucketPlan, each: Any = 1) -> np.ndarray:
-            each = rows.numbers * each
-            return np.bincount(plan.assign(lengths), each, size).astype(np.int64)
+            index, each = self._assign(plan, rows), rows.numbers * each
+            return np.bincount(index, each, size).astype(np.int64)
 
-        plan = with_batch_sizes(self._limits, self._seq_lens(np.array(shapes)), counts)
+        plan = with_batch_sizes(self._limits, np.array(shapes), counts)
         if self._block_sparse:
             plan = self._sparse(plan, rows)
-        index, numbers = plan.assign(lengths), counts(plan)
+        index, numbers = self._assign(plan, rows), counts(plan)
         flow = epoch_flow(plan, numbers, plan.batch_sizes, plan.costs)
         totals = rows.lengths.sum(axis=1)
         longest = np.zeros_like(plan.seq_lens)
@@ -287,7 +287,7 @@ class RowSearch:
         """
         index = None
         for _ in range(_COST_ROUNDS):
-            before, index = index, plan.assign(self._seq_lens(rows.lengths))
+            before, index = index, self._assign(plan, rows)
             if before is not None and np.array_equal(index, before):
                 break
             numbers, pairs = (
@@ -313,7 +313,7 @@ class RowSearch:
         for batch_size, seq_len, attended in columns:
             scaled = np.array([self._rounded(seq_len / n) for n in (1, 2, 4)])
             sizes = np.full(3, batch_size)
-            dense = self._limits.costs(sizes, self._seq_lens(scaled)).tolist()
+            dense = self._limits.costs(sizes, scaled).tolist()
             costs.append(sparse_cost(scaled.sum(axis=1).tolist(), dense, attended))
         return tuple(costs)
 

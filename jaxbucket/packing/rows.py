@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.sizes import Lengths, Sizes, lengths_matrix, total
+from jaxbucket.base.sizes import Lengths, Sizes, each_size, lengths_matrix, total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
 from jaxbucket.packing.sequences import count_kinds, group_kinds, row_shapes
@@ -116,7 +116,7 @@ class Packing:
         lengths, shapes = self._row_tokens[:, None], seq_lens[:, None]
         if self.slot_parts is not None:
             lengths = lengths_matrix(self.row_lengths, self.sequences)
-            shapes = np.array([list(cast(Sizes, x).values()) for x in self.seq_lens])
+            shapes = np.array([each_size(x) for x in self.seq_lens])
         available = seq_lens[cheapest(lengths, shapes, seq_lens)].sum()
         return float(self._row_tokens.sum() / available)
 
@@ -211,9 +211,8 @@ def pack_kept(
       cap: the maximum number of examples in a row.
       fuller: whether the second packer may fill rows more than best fit.
     """
-    columns = [list(x.values()) if isinstance(x, Sizes) else [x] for x in shapes]
-    seq_lens = np.array(columns, np.int64)
-    kinds, counts = count_kinds(lengths, columns[-1])
+    seq_lens = np.array([each_size(x) for x in shapes], np.int64)
+    kinds, counts = count_kinds(lengths, seq_lens[-1].tolist())
     pack_kinds = _pack_sequences if kinds.shape[1] > 1 else _pack_lengths
     patterns, slots = pack_kinds(kinds, counts, seq_lens, cap, fuller)
     segments = np.array([len(pattern.slots) for pattern in patterns])

@@ -57,8 +57,7 @@ class Limits:
       >>> limits.batch_sizes([[64, 32], [100, 100]])
       array([10,  5])
 
-    Methods take the T of n shapes as `seq_lens`, `[n]` integers; with several sequences
-    `[n, Q]`, the T of each.
+    Methods take the T of n shapes as `seq_lens`: `[n, Q]` integers, or `[n]` if Q is 1.
 
     Attributes:
       max_tokens: the largest B * T, padding counted: an integer, a function of T, or

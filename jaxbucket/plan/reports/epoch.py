@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_accumulate, check_choice
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.sizes import Counted
+from jaxbucket.base.sizes import Counted, each_size
 from jaxbucket.base.table import Record, format_cost, number_table
 from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.flow.remainder import (
@@ -125,7 +125,7 @@ class Report(Record):
 
     @property
     def mask_bytes(self) -> int:
-        rows = ((x.batch_size, sizes(x.seq_len)) for x in self.buckets)
+        rows = ((x.batch_size, each_size(x.seq_len)) for x in self.buckets)
         return max(b * sum(t**2 for t in each) for b, each in rows)
 
     @property
@@ -171,7 +171,7 @@ class Report(Record):
             names.append(f"share of\n{'time' if self.cost_unit == 's' else 'cost'}")
         rows = (
             (
-                *(str(b.batch_size), *map(str, sizes(b.seq_len))),
+                *(str(b.batch_size), *map(str, each_size(b.seq_len))),
                 *(f"{n:,}" for n in (b.examples, b.carried, b.batches, b.empty_rows)),
                 *(f"{b.padding:.1%}", f"{b.token_share:.1%}", f"{b.cost_share:.1%}"),
             )
@@ -404,11 +404,6 @@ def _bucket_reports(
 
 def _padding_share(positions: int, tokens: float) -> float:
     return (positions - tokens) / max(positions, 1)
-
-
-def sizes(seq_len: int | dict[str, int]) -> Collection[int]:
-    """Returns T, or that of each of several sequences, as a collection."""
-    return seq_len.values() if isinstance(seq_len, dict) else [seq_len]
 
 
 def tokens_by_name(
