@@ -153,7 +153,12 @@ def search_shapes(
     choices = [*search.choices(list(starts)), *search.best_sets()]
     plans = [_evaluated(points, limits, seq_lens) for seq_lens in choices]
     if not plans:
-        raise ValueError(_uncovered_message(search))
+        limits.check_shapes(points.seq_lens(points.frontier()))
+        raise ValueError(
+            f"`num_buckets={num_buckets}`: no choice of so few shapes was found that "
+            "holds all examples, because the budget excludes the longest shapes. Raise "
+            "`num_buckets` or the budget."
+        )
     return min(plans, key=lambda plan: plan[0])[1]
 
 
@@ -173,21 +178,3 @@ def _evaluated(
     if limits.must_hold_all:
         used[-1] = True
     return cost, seq_lens[used]
-
-
-def _uncovered_message(search: Search) -> str:
-    """Returns the error message if no shapes hold all examples."""
-    points = search.points
-    frontier = points.seq_lens(points.frontier())
-    alone = search.pricing(frontier).rates
-    if not np.isfinite(alone).all():
-        shape = frontier[int(np.argmin(np.isfinite(alone)))].tolist()
-        return (
-            f"`max_tokens` allows no batch of the shape {shape}, but an example needs "
-            "it. Raise `max_tokens`, or drop or truncate the example."
-        )
-    return (
-        f"`num_buckets={search.num_buckets}`: no choice of so few shapes was found "
-        "that holds all examples, because the budget excludes the longest shapes. "
-        "Raise `num_buckets` or the budget."
-    )

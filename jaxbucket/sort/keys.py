@@ -79,21 +79,6 @@ class Column:
         return self.unsigned.type(1) << self._shift
 
 
-@dataclasses.dataclass(frozen=True)
-class _Field:
-    """The bits of a composite key that hold one number.
-
-    Attributes:
-      word: the index of the word in the key.
-      shift: the number of lower bits in the word.
-      bits: the number of bits of the field.
-    """
-
-    word: int
-    shift: int
-    bits: int
-
-
 class Composite:
     """The layout of composite keys.
 
@@ -139,9 +124,8 @@ class Composite:
         return words.byteswap(inplace=True).view(self.dtype)[:, 0]
 
     def _put(self, words: np.ndarray, i: int, bits: np.ndarray) -> None:
-        field = self._fields[i]
-        bits = bits.astype(np.uint64, copy=False)
-        words[:, field.word] |= bits << np.uint64(field.shift)
+        word, shift, _ = self._fields[i]
+        words[:, word] |= bits.astype(np.uint64, copy=False) << np.uint64(shift)
 
     def decode(
         self, composite: np.ndarray
@@ -161,17 +145,17 @@ class Composite:
         return keys, index
 
     def _get(self, words: np.ndarray, i: int) -> np.ndarray:
-        field = self._fields[i]
-        mask = np.uint64((1 << field.bits) - 1)
-        return (words[:, field.word] >> np.uint64(field.shift)) & mask
+        word, shift, num_bits = self._fields[i]
+        return (words[:, word] >> np.uint64(shift)) & np.uint64((1 << num_bits) - 1)
 
 
-def _packed_fields(maxima: Sequence[int]) -> tuple[list[_Field], int]:
+def _packed_fields(maxima: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
     """Returns fields for numbers up to `maxima`, and the number of words.
 
-    The first field is the highest.
+    A field is the index of its word, the number of lower bits in the word, and its
+    number of bits. The first one is the highest.
     """
-    fields: list[_Field] = []
+    fields: list[tuple[int, int, int]] = []
     word, used = 0, 0
     for value in maxima:
         bits = value.bit_length()
@@ -179,6 +163,6 @@ def _packed_fields(maxima: Sequence[int]) -> tuple[list[_Field], int]:
             word, used = word + 1, 0
         # A field without bits is not shifted, because a shift by 64 is undefined.
         shift = _WORD_BITS - used - bits if bits else 0
-        fields.append(_Field(word, shift, bits))
+        fields.append((word, shift, bits))
         used += bits
     return fields, word + 1
