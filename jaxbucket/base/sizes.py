@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -212,3 +213,13 @@ def total_lengths(lengths: np.ndarray) -> np.ndarray:
     if lengths.ndim == 1:
         return lengths
     return check_lengths(lengths.sum(axis=1, dtype=np.int64))
+
+
+def row_keys(rows: np.ndarray, most: Sequence[int]) -> np.ndarray:
+    """Returns `[N]` integers that compare like `[N, Q]` rows, at most `most` each."""
+    if math.prod(size + 1 for size in most) < 2**63:
+        keys = np.zeros(len(rows), np.int64)
+        for column, size in enumerate(most):
+            keys = keys * (size + 1) + rows[:, column]
+        return keys
+    return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)

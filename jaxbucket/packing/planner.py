@@ -233,15 +233,11 @@ def _packed(
     kept: np.ndarray, limits: Limits, num_buckets: int, cap: int, block_sparse: bool
 ) -> tuple[RowChoice, RowChoice]:
     """Returns the best packed rows found, and those of a single T."""
-
-    def search_within(limits: Limits) -> RowSearch:
-        return RowSearch(kept, limits, cap, block_sparse)
-
     rows = dataclasses.replace(limits, overlong="error")
-    search = search_within(rows)
+    search = RowSearch(kept, rows, cap, block_sparse)
     several, single = search.search(num_buckets), search.of_all([search.last])
     if (longer := _longer(rows, search.last, several)) is not None:
-        choice = search_within(longer).search(num_buckets)
+        choice = RowSearch(kept, longer, cap, block_sparse).search(num_buckets)
         # Longer rows take more memory for attention, which a cost may not count.
         if choice.rank[0] < several.rank[0] * (1 - _MIN_SAVING):
             several = choice

@@ -7,6 +7,8 @@ import functools
 
 import numpy as np
 
+from jaxbucket.base.sizes import row_keys
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Points:
@@ -37,24 +39,15 @@ class Points:
           most: if there are at most this many combinations of T, all are possible.
             Otherwise, only the lengths of examples and `last`, rounded up, are.
         """
-        units = [
-            np.maximum(-(-column // multiple), 1)
-            for column, multiple in zip(lengths.T, multiples.tolist(), strict=True)
-        ]
+        units = np.maximum(-(-lengths // multiples), 1).T
         ends = (last // multiples).tolist()
         if np.prod(last // multiples, dtype=np.float64) <= most:
             present = [np.arange(1, end + 1) for end in ends]
         else:
             pairs = zip(units, ends, strict=True)
             present = [np.unique(np.append(column, end)) for column, end in pairs]
-        indices = [
-            np.searchsorted(values, column)
-            for values, column in zip(present, units, strict=True)
-        ]
-        values = tuple(
-            ends.astype(np.int64) * multiple
-            for ends, multiple in zip(present, multiples.tolist(), strict=True)
-        )
+        indices = list(map(np.searchsorted, present, units))
+        values = tuple(map(np.multiply, present, multiples.tolist()))
         return _merged(values, indices, np.ones(len(lengths), np.int64))
 
     def __len__(self) -> int:
@@ -102,15 +95,14 @@ class Points:
 
         Their increasing indices are given for each sequence.
         """
-        up = [
-            np.searchsorted(axis, np.arange(len(values)))
-            for axis, values in zip(axes, self.values, strict=True)
-        ]
-        values = [all_[axis] for axis, all_ in zip(axes, self.values, strict=True)]
         indices = [
-            table[column] for table, column in zip(up, self.columns, strict=True)
+            np.searchsorted(axis, np.arange(len(values)))[column]
+            for axis, values, column in zip(
+                axes, self.values, self.columns, strict=True
+            )
         ]
-        return _merged(tuple(values), indices, self.counts)
+        values = tuple(map(np.take, self.values, axes))
+        return _merged(values, indices, self.counts)
 
     def quantiles(self, size: int) -> list[np.ndarray]:
         """Returns at most `size` indices of T for each sequence, including the last.
@@ -136,16 +128,11 @@ def _merged(
     values: tuple[np.ndarray, ...], indices: list[np.ndarray], counts: np.ndarray
 ) -> Points:
     """Returns points from indices that may occur several times, `[n]` for each side."""
-    sizes = tuple(map(len, values))
-    if np.prod(sizes, dtype=np.float64) < 2**62:
-        keys = np.ravel_multi_index(indices, sizes)
-        keys, which = np.unique(keys, return_inverse=True)
-        distinct = np.stack(np.unravel_index(keys, sizes), 1)
-    else:
-        columns = np.stack(indices, 1)
-        distinct, which = np.unique(columns, axis=0, return_inverse=True)
-    totals = np.bincount(which.ravel(), counts).astype(np.int64)
-    return Points(values, distinct, totals)
+    rows = np.stack(indices, axis=1)
+    keys = row_keys(rows, [len(column) - 1 for column in values])
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    totals = np.bincount(which, counts).astype(np.int64)
+    return Points(values, rows[first], totals)
 
 
 def _quantiles(values: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

@@ -87,8 +87,7 @@ class Limits:
 
     Raises:
       ValueError: if a value is out of range, the names of a mapping are not those of
-        `sequences`, `max_seq_len` is not a multiple of `seq_len_multiple`, or no B
-        satisfies the limits on the batch size.
+        `sequences`, or `max_seq_len` is not a multiple of `seq_len_multiple`.
     """
 
     max_tokens: Budget
