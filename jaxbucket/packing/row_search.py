@@ -138,11 +138,8 @@ class RowSearch:
             Sizes(dict(zip(names, x, strict=True))) if names else x[0] for x in shapes
         ]
         packing = pack_kept(self._lengths, seq_lens, self._cap, fuller=fuller)
-        slots = packing.slot_parts
-        if slots is None:
-            slots = packing.slot_lengths[:, None]
         ones = np.ones(packing.num_rows, np.int64)
-        rows = _Rows.of_slots(slots, packing.row_splits[:-1], ones)
+        rows = _Rows.of_slots(packing.parts, packing.row_splits[:-1], ones)
         choice = self._choice(shapes, rows)
         if not choice.is_used.all():
             # A shape without batches would only cost a compilation.

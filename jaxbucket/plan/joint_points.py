@@ -46,7 +46,8 @@ class Points:
         else:
             pairs = zip(units, ends, strict=True)
             present = [np.unique(np.append(column, end)) for column, end in pairs]
-        indices = list(map(np.searchsorted, present, units))
+        pairs = zip(present, units, strict=True)
+        indices = [np.searchsorted(values, column) for values, column in pairs]
         values = tuple(map(np.multiply, present, multiples.tolist()))
         return _merged(values, indices, np.ones(len(lengths), np.int64))
 
