@@ -96,11 +96,10 @@ class Points:
 
         Their increasing indices are given for each sequence.
         """
+        sides = zip(axes, self.values, self.columns, strict=True)
         indices = [
             np.searchsorted(axis, np.arange(len(values)))[column]
-            for axis, values, column in zip(
-                axes, self.values, self.columns, strict=True
-            )
+            for axis, values, column in sides
         ]
         values = tuple(map(np.take, self.values, axes))
         return _merged(values, indices, self.counts)
