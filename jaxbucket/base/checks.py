@@ -167,8 +167,8 @@ def check_type(name: str, value: Any, kind: type[_T], remedy: str) -> _T:
     """Returns `value`, or raises a ValueError with a remedy if its type is another."""
     if not isinstance(value, kind):
         raise ValueError(
-            f"`{name}` is of type {type(value).__name__}, not `{kind.__name__}`. "
-            f"{remedy}"
+            f"`{name}` is of type {type(value).__name__}, not a "
+            f"`{kind.__name__}`. {remedy}"
         )
     return value
 
