@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import policies
 from example import documents
 
-from jaxbucket.packing.packed_plan import PACK_CHOICES
+from jaxbucket.packing.planner import PACK_CHOICES
 from jaxbucket.plan.planner import RULES
 
 SEQ_LEN_MULTIPLE = 32

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxbucket.base.checks import MAX_TOKENS, check_positive
-from jaxbucket.base.sizes import Size, Sizes, checked_size, total
+from jaxbucket.base.sizes import Size, Sizes, checked_size, each_size, total
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -51,8 +51,12 @@ class Bucket:
     @property
     def seq_lens(self) -> tuple[int, ...]:
         """The T of each sequence, in alphabetical order; with one length, only T."""
-        size = self.seq_len
-        return (size,) if isinstance(size, int) else tuple(size.values())
+        return each_size(self.seq_len)
+
+    @property
+    def sequences(self) -> tuple[str, ...]:
+        """The names of several sequences, in alphabetical order."""
+        return tuple(self.seq_len) if isinstance(self.seq_len, Sizes) else ()
 
     @property
     def tokens_per_row(self) -> int:
@@ -95,12 +99,6 @@ class ComponentBucket(Bucket):
     """
 
     component: str
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self, batch_size: int, seq_len: int | Mapping[str, int], component: str
-        ) -> None: ...
 
     def __str__(self) -> str:
         return f"{super().__str__()} of {self.component!r}"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base import assignment, plan_json
+from jaxbucket.base import assignment
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import (
     MAX_LENGTH,
-    check_costs,
+    check_cost,
     check_lengths,
     check_longest,
     check_positive,
@@ -28,12 +29,14 @@ from jaxbucket.base.sizes import (
     Size,
     Sizes,
     check_same_sequences,
+    each_size,
     lengths_matrix,
     sizes_of,
 )
 
 # `BucketPlan.assign` returns 16-bit integers.
 _MAX_BUCKETS = 2**15 - 1
+_JSON_HEADER = {"format": "jaxbucket.BucketPlan", "version": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +115,11 @@ class BucketPlan:
         if self.step_costs is None:
             self._set("cost_unit", "tokens")
         else:
-            costs = check_costs("step_costs", self.step_costs, len(self.buckets))
-            self._set("step_costs", tuple(costs.tolist()))
+            costs = self.step_costs
+            if np.shape(costs) != (len(self),):
+                raise ValueError(f"`step_costs={costs!r}`: pass one for each bucket.")
+            checked = (check_cost(f"step_costs[{i}]", x) for i, x in enumerate(costs))
+            self._set("step_costs", tuple(checked))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -128,8 +134,7 @@ class BucketPlan:
                 "`Bucket(batch_size, seq_len)`."
             )
         for bucket in buckets:
-            names = bucket.seq_len if isinstance(bucket.seq_len, Sizes) else ()
-            check_same_sequences("buckets", names, self.sequences, others)
+            check_same_sequences("buckets", bucket.sequences, self.sequences, others)
         pairs = itertools.pairwise(bucket.seq_len for bucket in buckets)
         if not all(before < after for before, after in pairs):
             raise ValueError(
@@ -139,17 +144,13 @@ class BucketPlan:
 
     def _check_limits(self) -> None:
         """Raises a ValueError if a bucket violates a limit of the plan."""
-
-        def each(value: Any) -> Any:
-            return list(value.values()) if isinstance(value, Sizes) else value
-
         tokens = self.batch_sizes[:, None] * self.seq_lens
         if not isinstance(self.max_tokens, Sizes):
             tokens = tokens.sum(axis=1, keepdims=True)
         violations = {
-            "max_tokens": tokens > each(self.max_tokens),
+            "max_tokens": tokens > each_size(self.max_tokens),
             "batch_size_multiple": self.batch_sizes % self.batch_size_multiple > 0,
-            "seq_len_multiple": self.seq_lens % each(self.seq_len_multiple) > 0,
+            "seq_len_multiple": self.seq_lens % each_size(self.seq_len_multiple) > 0,
         }
         for name, violated in violations.items():
             if violated.any():
@@ -194,7 +195,7 @@ class BucketPlan:
             constraint of the plan.
         """
         buckets = [Bucket(batch_size, seq_len) for batch_size, seq_len in shapes]
-        buckets.sort(key=_sort_key)
+        buckets.sort(key=lambda bucket: (bucket.tokens_per_row, bucket.seq_lens))
         if max_tokens is None:
             max_tokens = max((bucket.num_tokens for bucket in buckets), default=1)
         return cls(buckets, max_tokens, **fields)
@@ -205,8 +206,7 @@ class BucketPlan:
     @functools.cached_property
     def sequences(self) -> tuple[str, ...]:
         """The names of the sequences of an example; empty if it has one length."""
-        seq_len = self.buckets[0].seq_len
-        return tuple(seq_len) if isinstance(seq_len, Sizes) else ()
+        return self.buckets[0].sequences
 
     @functools.cached_property
     def tokens_per_row(self) -> np.ndarray:
@@ -216,9 +216,7 @@ class BucketPlan:
     @functools.cached_property
     def seq_lens(self) -> np.ndarray:
         """`[K, Q]` int64: T of each sequence in each bucket, or `[K, 1]`."""
-        rows = [bucket.seq_len for bucket in self.buckets]
-        values = [list(x.values()) if isinstance(x, Sizes) else [x] for x in rows]
-        return np.array(values, np.int64)
+        return np.array([bucket.seq_lens for bucket in self.buckets], np.int64)
 
     @property
     def boundaries(self) -> np.ndarray:
@@ -401,7 +399,9 @@ class BucketPlan:
 
     def to_json(self) -> str:
         """Returns the plan as a JSON object; `from_json` is the inverse."""
-        return plan_json.write(self)
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        fields["buckets"] = [bucket.to_list() for bucket in self.buckets]
+        return json.dumps({**_JSON_HEADER, **fields}, default=dict)
 
     @classmethod
     def from_json(cls, text: str) -> BucketPlan:
@@ -414,14 +414,19 @@ class BucketPlan:
           ValueError: if `text` is not valid JSON, does not hold a plan or holds one of
             an unknown version or with unknown fields, or if the plan is invalid.
         """
-        names = [field.name for field in dataclasses.fields(cls)]
-        fields = plan_json.read(text, names)
-        buckets = tuple(Bucket(b, t) for b, t in fields.pop("buckets"))
-        return cls(buckets, **fields)
-
-
-def _sort_key(bucket: Bucket) -> tuple[int, list[tuple[str, int]]]:
-    """Returns a key that sorts buckets by `seq_len`, even if some have one length."""
-    seq_len = bucket.seq_len
-    parts = list(seq_len.items()) if isinstance(seq_len, Sizes) else []
-    return bucket.tokens_per_row, parts
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or not fields.items() >= _JSON_HEADER.items():
+            raise ValueError(
+                f"The JSON is no plan with {_JSON_HEADER}. Write it again with "
+                "`plan.to_json()`."
+            )
+        fields = {x: fields[x] for x in fields.keys() - {*_JSON_HEADER, "notes"}}
+        wrong = fields.keys() ^ {field.name for field in dataclasses.fields(cls)}
+        pairs = fields.pop("buckets", None)
+        is_list = isinstance(pairs, list) and all(isinstance(x, list) for x in pairs)
+        if wrong or not is_list or any(len(pair) != 2 for pair in pairs):
+            raise ValueError(
+                f"The plan has missing or unknown fields, {sorted(wrong)}, or "
+                "`buckets` that are no list of [B, T]. Anything else goes into 'notes'."
+            )
+        return cls([Bucket(*pair) for pair in pairs], **fields)

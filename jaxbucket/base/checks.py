@@ -36,9 +36,8 @@ def check_lengths(
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(
-            f"`{name}` is {with_article(lengths)} of shape {array.shape}. Pass one "
-            "length per example, [N]. For examples with several sequences, plan "
-            "buckets that have a T for each."
+            f"`{name}` has the shape {array.shape}. Pass one length per example, [N]. "
+            "For examples with several sequences, plan buckets with a T for each."
         )
     # By kind, because numpy also treats timedelta64 as an integer dtype.
     if array.size == 0 or array.dtype.kind not in "iu":
@@ -82,17 +81,12 @@ def check_longest(
         "'truncate_left' or, with one length, 'split'."
     )
     if is_split:
-        line = split_line(max_seq_len)
-        remedy = f"Split the source, `{line}`, and pass `source.lengths`."
+        line = f"jb.data.split_source(source, {max_seq_len}, lengths=lengths)"
+        remedy = f"Split the source, `source = {line}`, and pass `source.lengths`."
     raise ValueError(
         f"`lengths{name}[{example}]={lengths[example]}` is beyond the longest T, "
         f"{max_seq_len}. {remedy}"
     )
-
-
-def split_line(max_seq_len: int) -> str:
-    """Returns a line of code that splits a source, for messages."""
-    return f"source = jb.data.split_source(source, {max_seq_len}, lengths=lengths)"
 
 
 def check_integer(
@@ -114,13 +108,6 @@ def check_integer(
 def check_positive(name: str, value: Any) -> int:
     """Returns `value` as an int from 1 to 2**62 - 1, or raises a ValueError."""
     return check_integer(name, value, least=1, most=2**62 - 1)
-
-
-def check_costs(name: str, costs: Any, size: int) -> np.ndarray:
-    """Returns positive numbers as `[size]` float64, or raises a ValueError."""
-    if np.shape(costs) != (size,):
-        raise ValueError(f"`{name}={costs!r}`: pass {size} costs, one for each bucket.")
-    return np.array([check_cost(f"{name}[{i}]", x) for i, x in enumerate(costs)])
 
 
 def check_cost(name: str, value: Any) -> float:
@@ -179,22 +166,42 @@ def check_function(name: str, value: Any, arguments: str) -> None:
 def check_type(name: str, value: Any, kind: type[_T], remedy: str) -> _T:
     """Returns `value`, or raises a ValueError with a remedy if its type is another."""
     if not isinstance(value, kind):
-        kinds = f"{with_article(value)}, not a `{kind.__name__}`"
-        raise ValueError(f"`{name}` is {kinds}. {remedy}")
+        raise ValueError(
+            f"`{name}` is of type {type(value).__name__}, not a "
+            f"`{kind.__name__}`. {remedy}"
+        )
     return value
+
+
+def selected_indices(name: str, selected: ArrayLike, size: int) -> np.ndarray:
+    """Returns the indices of the selected examples, `[M]` int64.
+
+    Example:
+      >>> selected_indices("subset", [True, False, True], 3)
+      array([0, 2])
+
+    Args:
+      name: the name of the argument, for messages.
+      selected: `[N]` bool, whether each example is selected; or `[M]` indices.
+      size: the number of examples, N.
+    """
+    given = array = np.asarray(selected)
+    if array.dtype == bool and array.shape == (size,):
+        array = np.flatnonzero(array)
+    is_index = array.ndim == 1 and array.size and array.dtype.kind in "iu"
+    if not is_index or array.min() < 0 or array.max() >= size:
+        raise ValueError(
+            f"`{name}` is {given}, {given.dtype}{list(given.shape)}. Pass at least one "
+            f"index from 0 to {size - 1}, or {size} bool, not all of them False."
+        )
+    if array.size == size > 2 and array.max() <= 1:
+        raise ValueError(
+            f"`{name}` has only 0 and 1 for {size} examples. Pass "
+            f"`{name}.astype(bool)`, because integers are indices."
+        )
+    return array.astype(np.int64)
 
 
 def check_seed(seed: Any) -> int:
     """Returns `seed` as an int, or raises a ValueError if it is out of range."""
     return check_integer("seed", seed, least=0)
-
-
-def with_article(value: Any) -> str:
-    """Returns the name of a type, for messages.
-
-    Example:
-      >>> with_article([]), with_article(3)
-      ('a list', 'an int')
-    """
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"

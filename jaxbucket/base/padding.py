@@ -55,12 +55,9 @@ def pad_arrays(
 def named_pad_values(
     pad_value: PadValue, names: Collection[str]
 ) -> Mapping[str, float]:
-    """Returns name -> padding value; a single number is that of each name.
+    """Returns name -> padding value; a single number is that of each padded feature.
 
-    Args:
-      pad_value: name -> number, or one number for all features, which must be 0 if
-        there are several.
-      names: the names of the padded features.
+    It must be 0 if there are several.
     """
     pad_value = check_pad_value(pad_value)
     if not isinstance(pad_value, dict):
@@ -101,9 +98,7 @@ def _pad_array(value: float, name: str, dtype: np.dtype) -> np.ndarray:
 def _is_held(value: float, pad: np.ndarray) -> bool:
     """Returns whether a dtype holds a value: integers exactly, floats without overflow.
 
-    Args:
-      value: the padding value.
-      pad: the value after the cast to the dtype.
+    `pad` is the value after the cast to the dtype.
     """
     if _is_integral(pad.dtype):
         return int(pad) == value

@@ -116,10 +116,16 @@ def permute_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.n
     large = np.flatnonzero(~small)
     values = index[large]
     while len(large):
-        values = _encrypt_each(values, sizes[large], keys[large])
+        part = sizes[large]
+        width = np.sqrt(part - 1).astype(np.int64) + 1
+        sides = width.astype(np.uint64), (-(-part // width)).astype(np.uint64)
+        # The keys are `fold(key, turn)`.
+        folded = _hash(_hash(keys[large], 0), 2)
+        each = (_hash(folded, mix(turn)) for turn in range(_ROUNDS))
+        values = _encrypt(values.astype(np.uint64), sides, each).astype(np.int64)
         out[large] = values
-        outside = values >= sizes[large]
-        large, values = large[outside], values[outside]
+        is_outside = values >= part
+        large, values = large[is_outside], values[is_outside]
     return out
 
 
@@ -128,22 +134,6 @@ def permute_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.n
 @functools.lru_cache(maxsize=_MAX_TABLES)
 def _table(size: int, key: int) -> np.ndarray:
     return permute(np.arange(size), size, key)
-
-
-def _encrypt_each(index: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Does the same as `_encrypt`, with a different size and key for each index."""
-    width = np.sqrt(sizes - 1).astype(np.int64) + 1
-    sides = width.astype(np.uint64), (-(-sizes // width)).astype(np.uint64)
-    each = (_fold_each(keys, turn) for turn in range(_ROUNDS))
-    return _encrypt(index.astype(np.uint64), sides, each).astype(np.int64)
-
-
-def _fold_each(keys: np.ndarray, *numbers: int) -> np.ndarray:
-    """Returns `fold(key, *numbers)` for each of `[n]` uint64 keys."""
-    folded = _hash(_hash(keys, 0), 1 + len(numbers))
-    for number in numbers:
-        folded = _hash(folded, mix(number))
-    return folded
 
 
 def _encrypt_one(index: int, sides: tuple[int, int], keys: list[int]) -> int:

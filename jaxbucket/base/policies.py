@@ -14,8 +14,6 @@ Overlong: TypeAlias = Literal["error", "drop", "truncate", "truncate_left", "spl
 Group: TypeAlias = Literal["same", "mixed"]
 
 OVERLONG: tuple[str, ...] = get_args(Overlong)
-# The policies for examples with several sequences, which are not split.
-OVERLONG_SEVERAL = OVERLONG[:-1]
 # The policies that shorten an example: its beginning or its end is kept.
 TRUNCATING: tuple[Overlong, ...] = ("truncate", "truncate_left")
 GROUPS: tuple[str, ...] = get_args(Group)
@@ -24,14 +22,11 @@ GROUPS: tuple[str, ...] = get_args(Group)
 def checked_overlong(overlong: Any, sequences: Collection[str], others: str) -> Any:
     """Returns the policy for examples that are too long, or that for each sequence.
 
-    Equal policies of all sequences are one policy.
-
-    Args:
-      overlong: the policy, or a mapping from sequence name to a policy.
-      sequences: the names of several sequences.
-      others: what has these sequences, for `check_same_sequences`.
+    Equal policies of all sequences are one policy. `sequences` and `others` are those
+    of `check_same_sequences`.
     """
-    known = OVERLONG_SEVERAL if sequences else OVERLONG
+    # Examples with several sequences are not split.
+    known = OVERLONG[:-1] if sequences else OVERLONG
     if not isinstance(overlong, Mapping):
         check_choice("overlong", overlong, known)
         return overlong

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -82,11 +83,7 @@ class Sizes(PerSequence[int]):
         return sum(self.values())
 
     def holds(self, others: Mapping[str, int]) -> bool:
-        """Returns whether each size is at least that of the same sequence in `others`.
-
-        Args:
-          others: a size for each of the same sequences.
-        """
+        """Returns whether each size is at least that of the same sequence in others."""
         return self.keys() == others.keys() and all(
             size >= others[name] for name, size in self.items()
         )
@@ -138,6 +135,11 @@ def total(size: int | Sizes) -> int:
     return size.total if isinstance(size, Sizes) else size
 
 
+def each_size(size: int | Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the size of each of several sequences, or of the only one."""
+    return tuple(size.values()) if isinstance(size, Mapping) else (size,)
+
+
 def checked_size(name: str, value: Any) -> int | Sizes:
     """Returns a positive integer, or `Sizes` if `value` is a mapping."""
     if isinstance(value, Sizes):
@@ -150,14 +152,7 @@ def checked_size(name: str, value: Any) -> int | Sizes:
 def sizes_of(
     name: str, value: Any, sequences: Collection[str], others: str
 ) -> int | Sizes:
-    """Returns `checked_size`, after checking that a mapping has some sequences.
-
-    Args:
-      name: the name of the argument, for messages.
-      value: an integer or a mapping.
-      sequences: the names of the expected sequences.
-      others: what has these sequences, for `check_same_sequences`.
-    """
+    """Returns `checked_size`, after `check_same_sequences` of a mapping."""
     if isinstance(value, Mapping):
         check_same_sequences(name, value, sequences, others)
     return checked_size(name, value)
@@ -202,27 +197,29 @@ def lengths_matrix(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
 
 
 def any_lengths(lengths: Any, sequences: Sequence[str]) -> np.ndarray:
-    """Returns lengths of one sequence, `[N]`, or of several, `[N, Q]`.
-
-    Args:
-      lengths: `[N]` integers; or as for `lengths_matrix`.
-      sequences: the names of several sequences; empty if examples have one length.
-    """
+    """Returns lengths of one sequence, `[N]`; or of several, as `lengths_matrix`."""
     if sequences:
         return lengths_matrix(lengths, sequences)
     return check_lengths(lengths)
 
 
 def total_lengths(lengths: np.ndarray) -> np.ndarray:
-    """Returns the number of tokens of each example over all sequences, `[N]`.
+    """Returns the tokens of each example, `[N]`, from `[N]` or `[N, Q]` lengths.
 
     Example:
       >>> total_lengths(np.array([[3, 1], [5, 2]]))
       array([4, 7])
-
-    Args:
-      lengths: `[N]` lengths of one sequence, or `[N, Q]` of several.
     """
     if lengths.ndim == 1:
         return lengths
     return check_lengths(lengths.sum(axis=1, dtype=np.int64))
+
+
+def row_keys(rows: np.ndarray, most: Sequence[int]) -> np.ndarray:
+    """Returns `[N]` integers that compare like `[N, Q]` rows, at most `most` each."""
+    if math.prod(size + 1 for size in most) < 2**63:
+        keys = np.zeros(len(rows), np.int64)
+        for column, size in enumerate(most):
+            keys = keys * (size + 1) + rows[:, column]
+        return keys
+    return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)

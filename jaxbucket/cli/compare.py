@@ -22,7 +22,7 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.output import check_outputs, new_figure, show
 from jaxbucket.cli.plan import pack_rows
 from jaxbucket.cli.report import read_plan
-from jaxbucket.packing.packed_plan import PACK_CHOICES
+from jaxbucket.packing.planner import PACK_CHOICES
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.reports.comparison import ComparedPlan, compare_plans
 from jaxbucket.schedule.batch_schedule import BatchSchedule

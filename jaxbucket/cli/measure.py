@@ -10,12 +10,12 @@ import click
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.table import number_table
 from jaxbucket.cli.length_options import read_columns, reading_options
 from jaxbucket.cli.options import NEW, form_option, load_function, plot_option
 from jaxbucket.cli.output import atomic_write, check_outputs, new_figure, show
 from jaxbucket.data.length_files import UNITS, Unit
 from jaxbucket.data.measure import measure_lengths
-from jaxbucket.plan.formatting import number_table
 
 
 @click.command()

@@ -31,8 +31,7 @@ from jaxbucket.cli.output import (
     new_figure,
     show,
 )
-from jaxbucket.packing.packed_plan import PACK_CHOICES, PackedPlan
-from jaxbucket.packing.planner import plan_packing
+from jaxbucket.packing.planner import PACK_CHOICES, PackedPlan, plan_packing
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import RULES, plan_within
 from jaxbucket.plan.reports.curve import PlanCurve, plan_curve

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from jaxbucket.base.buckets import BucketPlan
+from jaxbucket.base.table import number_table
 from jaxbucket.cli.length_options import LENGTHS, read_columns, reading_options
 from jaxbucket.cli.options import (
     EXISTING,
@@ -24,7 +25,6 @@ from jaxbucket.cli.options import (
 from jaxbucket.cli.output import as_dict, check_outputs, draw_plan, new_figure, show
 from jaxbucket.packing.rows import pack
 from jaxbucket.plan.devices import row_shard_shares
-from jaxbucket.plan.formatting import number_table
 from jaxbucket.plan.reports.epoch import report as report_of
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 

@@ -14,9 +14,8 @@ from typing import Any, Literal, cast
 import jax
 import numpy as np
 
-from jaxbucket.base.table import Record
+from jaxbucket.base.table import Record, number_table
 from jaxbucket.compile.collectives import Collective, count_collectives
-from jaxbucket.plan.formatting import number_table
 
 # Characters of a file's name that the table shows.
 _DIGITS = 6

@@ -24,7 +24,7 @@ from jaxbucket.data.source import (
 )
 from jaxbucket.data.token_source import TokenSource, TokenView
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.chunks import chunk_counts, chunk_lengths
+from jaxbucket.plan.chunks import chunk_lengths
 
 # Separates this permutation from those of schedules with the same seed.
 _CONCAT = 0xC0A7
@@ -161,7 +161,7 @@ def split_source(
     longest = min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)
     known = _known_lengths(source, lengths)
     chunks = chunk_lengths(known, longest)
-    counts = chunk_counts(known, longest)
+    counts = -(-known // longest)
     examples = np.repeat(np.arange(len(known)), counts)
     first_chunks = np.cumsum(counts, dtype=np.int64) - counts
     starts = (np.arange(len(chunks)) - first_chunks[examples]) * longest

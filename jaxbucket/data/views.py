@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
+from jaxbucket.base.checks import selected_indices
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue, named_pad_values
-from jaxbucket.base.selection import selected_indices
 from jaxbucket.base.sizes import Sizes
 from jaxbucket.data.source import Source, check_index, fingerprints
 from jaxbucket.data.token_source import TokenSource, concatenated

@@ -8,7 +8,7 @@
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
-    from jaxbucket.packing.packed_plan import PackedPlan as PackedPlan
+    from jaxbucket.packing.planner import PackedPlan as PackedPlan
     from jaxbucket.packing.planner import plan_packing as plan_packing
     from jaxbucket.packing.rows import Packing as Packing
     from jaxbucket.packing.rows import pack as pack

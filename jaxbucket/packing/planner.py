@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice, check_positive
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.sizes import Lengths, any_lengths
-from jaxbucket.packing.packed_plan import PACK_CHOICES, Pack, PackedPlan
+from jaxbucket.base.sizes import Lengths, any_lengths, each_size
+from jaxbucket.base.table import Record, format_cost, number_table
 from jaxbucket.packing.row_choice import (
     RowChoice,
     Shape,
@@ -20,16 +21,97 @@ from jaxbucket.packing.row_choice import (
     separation,
 )
 from jaxbucket.packing.row_search import RowSearch
-from jaxbucket.packing.rows import check_cap
+from jaxbucket.packing.rows import Packing, check_cap
 from jaxbucket.packing.vector_best_fit import MAX_CAPACITY
 from jaxbucket.plan.costs import CostFn, TokenCost
 from jaxbucket.plan.limits import Budget, Limits
 from jaxbucket.plan.planner import plan_within
-from jaxbucket.plan.reports.epoch import changed_examples, report
+from jaxbucket.plan.reports.epoch import Report, report
+from jaxbucket.plan.tally import Tally
 
 # Rows may be longer than the longest example by this factor, if they save this share of
 # the cost.
 _MAX_FACTOR, _MIN_SAVING = 4, 0.05
+
+Pack: TypeAlias = Literal["auto", "always", "never"]
+PACK_CHOICES: tuple[str, ...] = get_args(Pack)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedPlan(Record):
+    """A bucket plan and, if rows are packed, the packing for it.
+
+    Attributes:
+      plan: the buckets, with the cost of their steps.
+      packing: rows of several examples; None if every row has one example.
+      report: the report of one epoch.
+      epoch_costs: the cost of an epoch for each alternative, "padded", "packed" and
+        "packed in one T", in `plan.cost_unit`.
+      rows: the number of rows of each bucket, before remainders are promoted.
+      segments: the mean number of examples in a row of each bucket.
+      block_sparse: whether attention was assumed to take time within examples only.
+      cause: why rows are packed or padded, as a clause.
+      counts_attention: whether the cost may include attention, unlike `TokenCost`.
+    """
+
+    plan: BucketPlan
+    packing: Packing | None
+    report: Report
+    epoch_costs: dict[str, float]
+    rows: tuple[int, ...]
+    segments: tuple[float, ...]
+    block_sparse: bool = False
+    cause: str = ""
+    counts_attention: bool = True
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows have several examples."""
+        return self.packing is not None
+
+    @property
+    def reason(self) -> str:
+        """The choice and the costs behind it, as sentences."""
+        name = "packed" if self.is_packed else "padded"
+        padded, packed, single = (
+            format_cost(self.epoch_costs[name], self.plan.cost_unit)
+            for name in ("padded", "packed", "packed in one T")
+        )
+        text = (
+            f"Rows are {name}, because {self.cause}. Cost of an epoch: {padded} "
+            f"padded, {packed} packed, {single} packed with a single T."
+        )
+        if self.counts_attention:
+            where = "within examples" if self.block_sparse else "over whole rows"
+            text += f" Attention in packed rows is counted {where}."
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all numbers as plain Python objects."""
+        return {
+            "packed": self.is_packed,
+            "block_sparse": self.block_sparse,
+            "epoch_costs": self.epoch_costs,
+            "rows": list(self.rows),
+            "segments_per_row": list(self.segments),
+            "cause": self.cause,
+            "report": self.report.to_dict(),
+        }
+
+    def __rich__(self) -> Any:
+        """Returns a `rich` table for the terminal."""
+        names = [f"T of {name}" for name in self.plan.sequences] or ["T"]
+        names = ["B", *names, "rows", "examples per row", "padding", "cost"]
+        columns = self.rows, self.segments, self.report.buckets
+        lines = (
+            (
+                *(str(b.batch_size), *map(str, each_size(b.seq_len))),
+                *(str(rows), f"{segments:.1f}"),
+                *(f"{b.padding:.1%}", f"{b.cost_share:.1%}"),
+            )
+            for rows, segments, b in zip(*columns, strict=True)
+        )
+        return number_table(names, lines, self.reason)
 
 
 def plan_packing(
@@ -111,7 +193,7 @@ def plan_packing(
     """
     check_choice("pack", pack, PACK_CHOICES)
     num_buckets = check_positive("num_buckets", num_buckets)
-    check_cap(max_segments_per_row)
+    cap = check_cap(max_segments_per_row)
     limits = Limits(
         max_tokens=max_tokens,
         max_seq_len=max_seq_len,
@@ -124,9 +206,7 @@ def plan_packing(
     columns = any_lengths(lengths, limits.sequences)
     kept = limits.planned_lengths(columns.reshape(len(columns), -1))
     padded, apart = _padded(kept, limits, num_buckets)
-    several, single = _packed(
-        kept, limits, num_buckets, max_segments_per_row, block_sparse
-    )
+    several, single = _packed(kept, limits, num_buckets, cap, block_sparse)
     packed = min([several, single], key=lambda choice: choice.rank)
     is_packed = pack == "always"
     cause = f"`pack={pack!r}`"
@@ -137,7 +217,7 @@ def plan_packing(
     return dataclasses.replace(
         chosen,
         plan=plan,
-        report=dataclasses.replace(chosen.report, **changed_examples(plan, lengths)),
+        report=dataclasses.replace(chosen.report, **Tally.of(plan, lengths).changes),
         epoch_costs={
             "padded": padded.report.epoch_cost,
             "packed": packed.cost,
@@ -150,51 +230,33 @@ def plan_packing(
 
 
 def _packed(
-    kept: np.ndarray,
-    limits: Limits,
-    num_buckets: int,
-    max_segments_per_row: int | None,
-    block_sparse: bool,
+    kept: np.ndarray, limits: Limits, num_buckets: int, cap: int, block_sparse: bool
 ) -> tuple[RowChoice, RowChoice]:
     """Returns the best packed rows found, and those of a single T."""
-
-    def search_within(limits: Limits) -> RowSearch:
-        return RowSearch(kept, limits, max_segments_per_row, block_sparse)
-
     rows = dataclasses.replace(limits, overlong="error")
-    search = search_within(rows)
+    search = RowSearch(kept, rows, cap, block_sparse)
     several, single = search.search(num_buckets), search.of_all([search.last])
     if (longer := _longer(rows, search.last, several)) is not None:
-        choice = search_within(longer).search(num_buckets)
-        several = _longer_if_better(several, choice)
+        choice = RowSearch(kept, longer, cap, block_sparse).search(num_buckets)
+        # Longer rows take more memory for attention, which a cost may not count.
+        if choice.rank[0] < several.rank[0] * (1 - _MIN_SAVING):
+            several = choice
     return several, single
 
 
 def _longer(limits: Limits, last: Shape, choice: RowChoice) -> Limits | None:
     """Returns limits with longer rows, as the budget allows, if these may save enough.
 
-    Args:
-      limits: the limits of all rows.
-      last: the T of the longest row.
-      choice: the packed rows that are no longer than this.
+    `choice` is the best of the packed rows that are no longer than `last`.
     """
     if limits.max_seq_len is not None or choice.padding <= _MIN_SAVING:
         return None
     for factor in range(min(_MAX_FACTOR, MAX_CAPACITY // max(last)), 1, -1):
         longest = np.array([last]) * factor
-        if limits.batch_sizes(longest if limits.sequences else longest[0])[0] > 0:
+        if limits.batch_sizes(longest)[0] > 0:
             (seq_len,) = limits.named(longest)
             return dataclasses.replace(limits, max_seq_len=seq_len)
     return None
-
-
-def _longer_if_better(choice: RowChoice, longer: RowChoice) -> RowChoice:
-    """Returns the rows that may be longer if they save enough.
-
-    Longer rows take more memory for attention, which a cost may not count.
-    """
-    saves = longer.rank[0] < choice.rank[0] * (1 - _MIN_SAVING)
-    return longer if saves else choice
 
 
 def _padded(

@@ -129,12 +129,7 @@ def separation(
 
 
 def log_variance(lengths: np.ndarray, counts: np.ndarray) -> float:
-    """Returns the variance of the logarithms of `[V]` lengths over tokens.
-
-    Args:
-      lengths: `[V]` positive integers.
-      counts: `[V]` integers, the number of examples of each length.
-    """
+    """Returns the variance over tokens of the logarithms of `[V]` counted lengths."""
     weights = lengths * (counts / float(lengths @ counts))
     logs = np.log(lengths)
     return float(weights @ np.square(logs - weights @ logs))

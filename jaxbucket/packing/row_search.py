@@ -26,7 +26,7 @@ from jaxbucket.packing.row_choice import (
     separation,
     sparse_cost,
 )
-from jaxbucket.packing.rows import check_cap, pack_kept
+from jaxbucket.packing.rows import pack_kept
 from jaxbucket.packing.sequences import count_kinds
 from jaxbucket.packing.vector_best_fit import fit_sequences
 from jaxbucket.plan.flow.remainder import epoch_cost, epoch_flow
@@ -86,7 +86,7 @@ class RowSearch:
     Args:
       lengths: `[N, Q]` integers, a row for each example.
       limits: the limits and the costs of packed rows.
-      max_segments_per_row: the maximum number of examples in a row; None for no limit.
+      cap: the maximum number of examples in a row.
       block_sparse: whether attention takes time within examples only.
 
     Attributes:
@@ -94,14 +94,9 @@ class RowSearch:
     """
 
     def __init__(
-        self,
-        lengths: np.ndarray,
-        limits: Limits,
-        max_segments_per_row: int | None,
-        block_sparse: bool,
+        self, lengths: np.ndarray, limits: Limits, cap: int, block_sparse: bool
     ):
-        self._lengths, self._limits = lengths, limits
-        self._cap = check_cap(max_segments_per_row)
+        self._lengths, self._limits, self._cap = lengths, limits, cap
         # Tokens have no quadratic part.
         self._block_sparse = block_sparse and limits.cost_fn is not None
         self.last: Shape = tuple(limits.max_seq_lens(lengths).tolist())
@@ -131,12 +126,7 @@ class RowSearch:
         return self.of_all(best.shapes)
 
     def of_all(self, shapes: Iterable[Sequence[int]]) -> RowChoice:
-        """Returns the rows of all examples for a choice of shapes.
-
-        Args:
-          shapes: the T of each sequence in each shape; one of them is the longest in
-            every sequence.
-        """
+        """Returns the rows of all examples for shapes of which one holds all others."""
         shapes = self._sorted(shapes)
         choices = (self._of_all(shapes, fuller=fuller) for fuller in (False, True))
         return min(choices, key=_by_rank)
@@ -148,11 +138,8 @@ class RowSearch:
             Sizes(dict(zip(names, x, strict=True))) if names else x[0] for x in shapes
         ]
         packing = pack_kept(self._lengths, seq_lens, self._cap, fuller=fuller)
-        slots = packing.slot_parts
-        if slots is None:
-            slots = packing.slot_lengths[:, None]
         ones = np.ones(packing.num_rows, np.int64)
-        rows = _Rows.of_slots(slots, packing.row_splits[:-1], ones)
+        rows = _Rows.of_slots(packing.parts, packing.row_splits[:-1], ones)
         choice = self._choice(shapes, rows)
         if not choice.is_used.all():
             # A shape without batches would only cost a compilation.
@@ -245,7 +232,7 @@ class RowSearch:
         array = np.array(shapes, np.int64)
         is_longest = array[-1] >= np.maximum(array.max(axis=0), self._least)
         is_increasing = np.diff(array.sum(axis=1)) > 0
-        fits = self._limits.batch_sizes(self._seq_lens(array)) > 0
+        fits = self._limits.batch_sizes(array) > 0
         return bool(is_longest.all() and is_increasing.all() and fits.all())
 
     def _rounded(self, sizes: np.ndarray) -> Shape:
@@ -254,22 +241,22 @@ class RowSearch:
         rounded = np.maximum(np.rint(sizes / multiples), 1).astype(np.int64) * multiples
         return tuple(np.minimum(rounded, self.last).tolist())
 
-    def _seq_lens(self, array: np.ndarray) -> np.ndarray:
-        """Returns `[n, Q]` T or lengths as plans take them, `[n]` for one length."""
-        return array if self._limits.sequences else array[:, 0]
+    def _assign(self, plan: BucketPlan, rows: _Rows) -> np.ndarray:
+        """Returns the bucket of each group of rows, `[P]`."""
+        return plan.assign(rows.lengths if plan.sequences else rows.lengths[:, 0])
 
     def _choice(self, shapes: tuple[Shape, ...], rows: _Rows) -> RowChoice:
         """Returns the choice for given rows, with the cost of an epoch."""
-        size, lengths = len(shapes), self._seq_lens(rows.lengths)
+        size = len(shapes)
 
         def counts(plan: BucketPlan, each: Any = 1) -> np.ndarray:
-            each = rows.numbers * each
-            return np.bincount(plan.assign(lengths), each, size).astype(np.int64)
+            index, each = self._assign(plan, rows), rows.numbers * each
+            return np.bincount(index, each, size).astype(np.int64)
 
-        plan = with_batch_sizes(self._limits, self._seq_lens(np.array(shapes)), counts)
+        plan = with_batch_sizes(self._limits, np.array(shapes), counts)
         if self._block_sparse:
             plan = self._sparse(plan, rows)
-        index, numbers = plan.assign(lengths), counts(plan)
+        index, numbers = self._assign(plan, rows), counts(plan)
         flow = epoch_flow(plan, numbers, plan.batch_sizes, plan.costs)
         totals = rows.lengths.sum(axis=1)
         longest = np.zeros_like(plan.seq_lens)
@@ -297,7 +284,7 @@ class RowSearch:
         """
         index = None
         for _ in range(_COST_ROUNDS):
-            before, index = index, plan.assign(self._seq_lens(rows.lengths))
+            before, index = index, self._assign(plan, rows)
             if before is not None and np.array_equal(index, before):
                 break
             numbers, pairs = (
@@ -313,10 +300,8 @@ class RowSearch:
     ) -> tuple[float, ...]:
         """Returns the costs of steps that attend within examples only, `[K]`.
 
-        Args:
-          plan: the buckets.
-          pairs: `[K]`, the pairs of tokens of the same example in all rows.
-          rows: `[K]`, the number of rows.
+        Each bucket has `[K]` rows, and `[K]` pairs of tokens of the same example in
+        them.
         """
         share = pairs / np.maximum(rows, 1) / np.square(plan.tokens_per_row)
         share[rows == 0] = 1
@@ -325,7 +310,7 @@ class RowSearch:
         for batch_size, seq_len, attended in columns:
             scaled = np.array([self._rounded(seq_len / n) for n in (1, 2, 4)])
             sizes = np.full(3, batch_size)
-            dense = self._limits.costs(sizes, self._seq_lens(scaled)).tolist()
+            dense = self._limits.costs(sizes, scaled).tolist()
             costs.append(sparse_cost(scaled.sum(axis=1).tolist(), dense, attended))
         return tuple(costs)
 
@@ -335,16 +320,8 @@ def representatives(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most `most` kinds, each for examples with about as many tokens.
 
-    Consecutive kinds are represented by a random one of them, and its count is the
-    number of their examples.
-
-    Args:
-      kinds: `[V, Q]` sorted lengths of the sequences of each kind.
-      counts: `[V]` integers, the number of examples of each kind.
-      most: the largest number of kinds to return.
-
-    Returns:
-      `[n, Q]` kinds and `[n]` counts.
+    Of `[V, Q]` sorted kinds, consecutive ones are represented by a random one of them,
+    and its count is the number of their examples.
     """
     tokens = np.cumsum(kinds.sum(axis=1) * counts)
     ends = np.searchsorted(tokens, np.arange(1, most + 1) * (tokens[-1] / most))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -18,19 +18,11 @@ from jaxbucket.base.assignment import cheapest
 from jaxbucket.base.checks import MAX_LENGTH, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import Overlong
-from jaxbucket.base.sizes import Lengths, Sizes, lengths_matrix, total
+from jaxbucket.base.sizes import Lengths, Sizes, each_size, total
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.pattern import Pattern, positions
-from jaxbucket.packing.sequences import (
-    count_kinds,
-    group_kinds,
-    row_shapes,
-)
-from jaxbucket.packing.subset_sum import (
-    choose_fuller,
-    fewest_positions,
-    fullest_rows,
-)
+from jaxbucket.packing.sequences import count_kinds, group_kinds, row_shapes
+from jaxbucket.packing.subset_sum import choose_fuller, fewest_positions, fullest_rows
 from jaxbucket.packing.vector_best_fit import fit_sequences, pooled_rows
 from jaxbucket.plan.chunks import kept_lengths
 
@@ -90,26 +82,26 @@ class Packing:
         """Returns the lengths of the slots of a row."""
         return self.slot_lengths[self.row_splits[row] : self.row_splits[row + 1]]
 
+    @property
+    def parts(self) -> np.ndarray:
+        """`[S, Q]` int32, `slot_parts`; or the one length of each slot."""
+        return (
+            self.slot_lengths[:, None] if self.slot_parts is None else self.slot_parts
+        )
+
     @functools.cached_property
     def row_lengths(self) -> Any:
         """`[R]` int64, the number of tokens in each row; by name of a sequence."""
+        starts = self.row_splits[:-1]
         if self.slot_parts is None:
-            return self._row_tokens
-        columns = np.add.reduceat(self.slot_parts, self.row_splits[:-1], dtype=np.int64)
+            return np.add.reduceat(self.slot_lengths, starts, dtype=np.int64)
+        columns = np.add.reduceat(self.slot_parts, starts, dtype=np.int64)
         return dict(zip(self.sequences, columns.T, strict=True))
-
-    @functools.cached_property
-    def _row_tokens(self) -> np.ndarray:
-        """`[R]` int64, the number of tokens in each row, over all sequences."""
-        return np.add.reduceat(self.slot_lengths, self.row_splits[:-1], dtype=np.int64)
 
     @functools.cached_property
     def row_work(self) -> np.ndarray:
         """`[R]` int64, the number of query-key pairs of attention within examples."""
-        parts = self.slot_parts
-        if parts is None:
-            parts = self.slot_lengths[:, None]
-        squares = np.square(parts, dtype=np.int64).sum(axis=1)
+        squares = np.square(self.parts, dtype=np.int64).sum(axis=1)
         return np.add.reduceat(squares, self.row_splits[:-1])
 
     @functools.cached_property
@@ -120,13 +112,10 @@ class Packing:
     @property
     def fill(self) -> float:
         """The share of all positions, padding included, that hold a token."""
-        seq_lens = np.array([total(x) for x in self.seq_lens])
-        lengths, shapes = self._row_tokens[:, None], seq_lens[:, None]
-        if self.slot_parts is not None:
-            lengths = lengths_matrix(self.row_lengths, self.sequences)
-            shapes = np.array([list(cast(Sizes, x).values()) for x in self.seq_lens])
-        available = seq_lens[cheapest(lengths, shapes, seq_lens)].sum()
-        return float(self._row_tokens.sum() / available)
+        shapes = np.array([each_size(x) for x in self.seq_lens])
+        rows = np.add.reduceat(self.parts, self.row_splits[:-1], dtype=np.int64)
+        totals = shapes.sum(axis=1)
+        return float(rows.sum() / totals[cheapest(rows, shapes, totals)].sum())
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -219,9 +208,8 @@ def pack_kept(
       cap: the maximum number of examples in a row.
       fuller: whether the second packer may fill rows more than best fit.
     """
-    columns = [list(x.values()) if isinstance(x, Sizes) else [x] for x in shapes]
-    seq_lens = np.array(columns, np.int64)
-    kinds, counts = count_kinds(lengths, columns[-1])
+    seq_lens = np.array([each_size(x) for x in shapes], np.int64)
+    kinds, counts = count_kinds(lengths, seq_lens[-1].tolist())
     pack_kinds = _pack_sequences if kinds.shape[1] > 1 else _pack_lengths
     patterns, slots = pack_kinds(kinds, counts, seq_lens, cap, fuller)
     segments = np.array([len(pattern.slots) for pattern in patterns])

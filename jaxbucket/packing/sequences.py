@@ -7,22 +7,17 @@ The packers work on the number of examples of each kind.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxbucket.base.length_counts import LengthCounts
-from jaxbucket.base.sizes import Sizes, checked_size
+from jaxbucket.base.sizes import Sizes, checked_size, row_keys
 
 
 def row_shapes(max_seq_len: Any) -> tuple[int | Sizes, ...]:
-    """Returns the T of rows in increasing order, `Sizes` for several sequences.
-
-    Args:
-      max_seq_len: T, or sequence name -> T; or several of these, in any order.
-    """
+    """Returns the T of rows, from `max_seq_len` of `pack`, in increasing order."""
     is_one = isinstance(max_seq_len, Mapping) or np.ndim(max_seq_len) == 0
     given = [max_seq_len] if is_one else list(max_seq_len)
     shapes = sorted({checked_size("max_seq_len", shape) for shape in given})
@@ -44,16 +39,12 @@ def count_kinds(
       >>> count_kinds(np.array([[3, 1], [2, 5], [3, 1]]), capacities=[8, 8])
       (array([[2, 5],
              [3, 1]], dtype=int32), array([1, 2]))
-
-    Args:
-      lengths: `[N, Q]` integers, at most `capacities`.
-      capacities: `[Q]` integers, the tokens of each sequence that a row can hold.
     """
     if lengths.shape[1] == 1:
         counted = LengthCounts(lengths[:, 0])
         return counted.lengths[:, None].astype(np.int32), counted.counts
     _, first, counts = np.unique(
-        _lexicographic_keys(lengths, capacities), return_index=True, return_counts=True
+        row_keys(lengths, capacities), return_index=True, return_counts=True
     )
     return lengths[first].astype(np.int32), counts
 
@@ -87,18 +78,8 @@ def group_kinds(
         step *= 2
         up = np.minimum(-(-kinds // step) * step, capacities)
         _, first, group = np.unique(
-            _lexicographic_keys(up, capacities), return_index=True, return_inverse=True
+            row_keys(up, capacities), return_index=True, return_inverse=True
         )
         rounded = up[first].astype(np.int32)
     sizes = np.bincount(group, counts, len(rounded)).astype(np.int64)
     return rounded, sizes, np.argsort(group, kind="stable")
-
-
-def _lexicographic_keys(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
-    """Returns `[N]` integers that compare like the rows of lengths, `[N, Q]`."""
-    if math.prod(size + 1 for size in capacities) < 2**63:
-        keys = np.zeros(len(lengths), np.int64)
-        for column, size in enumerate(capacities):
-            keys = keys * (size + 1) + lengths[:, column]
-        return keys
-    return np.unique(lengths, axis=0, return_inverse=True)[1].reshape(-1)

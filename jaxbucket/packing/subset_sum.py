@@ -76,10 +76,7 @@ def fullest_rows(
 def _fullest_subset(lengths: list[int], left: dict[int, int], room: int) -> list[int]:
     """Returns the lengths, the longest first, that fill a room as far as possible.
 
-    Args:
-      lengths: distinct lengths, increasing.
-      left: length -> number of examples that are left.
-      room: the room to fill.
+    There are `left[length]` examples of each of the increasing `lengths`.
     """
     if not lengths:
         return []

@@ -7,8 +7,8 @@ How a plan for one length comes about (`planner.plan_within`):
 2. `candidates` count the examples up to every T at which a bucket may end.
 3. `optimal` chooses K of them: `lower_bound` bounds the cost of all longer examples by
    dynamic programming, as if every batch were full, and `branch_and_bound` extends
-   choices bucket by bucket, remainders included, pruned by these bounds. With too many
-   candidates, `dense` first picks some. `boundary_rules` are simpler ways to choose.
+   choices bucket by bucket, remainders included, pruned by these bounds.
+   `boundary_rules` are simpler ways to choose.
 4. `flow.batch_sizes` chooses B of each bucket for the examples that it gets, and
    `Limits.plan` makes the plan.
 
@@ -17,9 +17,11 @@ sequences are planned jointly, in the files `joint_*` (`joint_planner.plan_seque
 
 1. `nested` finds shapes to start from: it sorts the examples by one number, and lets
    `optimal` cut this order into K buckets.
-2. `joint_points` count the examples that need each combination of T.
+2. `joint_points` count the examples that need each combination of T, and
+   `joint_pricing` says what a batch of any shape holds and costs.
 3. `joint_search` adds and swaps shapes while an epoch becomes cheaper, from a few
-   shapes and from the nested ones; few combinations are enumerated.
+   shapes and from the nested ones; `joint_swaps` counts what each of thousands of
+   shapes would take, at once. Few combinations are enumerated.
 4. Every set of shapes found is priced with B by `flow.batch_sizes`. The cheapest one
    gets its final B for all lengths, and buckets without batches are removed.
 

@@ -73,11 +73,7 @@ class Search:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        bounds: list[np.ndarray],
-        width: int,
-        most_pairs: int,
+        self, problem: Problem, bounds: list[np.ndarray], width: int, most_pairs: int
     ):
         self.problem = problem
         self.bounds = bounds
@@ -97,11 +93,9 @@ class Search:
         self.next_rate = np.append(problem.rates[1:], INFINITE >> 31)
 
     def improve(self, known: np.ndarray, limit: int) -> np.ndarray:
-        """Returns the best choice, or `known` if no cheaper choice is found.
+        """Returns the best choice, or `known`, which costs `limit`, if none is cheaper.
 
-        Args:
-          known: `[K]` increasing indices of candidates, including the last one.
-          limit: the cost of their epoch.
+        Choices are `[K]` increasing indices of candidates, including the last one.
         """
         zero = np.zeros(1, np.int64)
         levels = [_States(zero - 1, zero, zero, zero)]
@@ -121,10 +115,8 @@ class Search:
     def _extend(self, states: _States, left: int, limit: int) -> _States:
         """Returns the states extended by one bucket, if their bound is below the limit.
 
-        Args:
-          states: the states to extend.
-          left: the number of buckets that remain after this one.
-          limit: the cost of the best known complete choice.
+        It is the cost of the best known complete choice. After this one, `left` buckets
+        remain.
         """
         empty = np.zeros(0, np.int64)
         parts = [_States(empty, empty, empty, empty)]

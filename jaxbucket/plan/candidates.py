@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -44,12 +44,7 @@ class Candidates:
 
     @classmethod
     def of(cls, lengths: LengthCounts | ArrayLike, limits: Limits) -> Candidates:
-        """Returns every T at which a bucket may end.
-
-        Args:
-          lengths: `[N]` integers, one per example, or their counts.
-          limits: the limits of all shapes, and the cost of a step.
-        """
+        """Returns every T at which a bucket may end."""
         if isinstance(limits.max_tokens, tuple):
             raise ValueError(
                 f"`max_tokens={limits.max_tokens}` requires `boundaries`. Pass one for "
@@ -88,12 +83,8 @@ class Candidates:
         """`[G]` float64 or int64, the cost of the largest step of each length."""
         return self.sizes.costs[:, -1]
 
-    def take(self, index: np.ndarray) -> Candidates:
-        """Returns some of the candidates.
-
-        Args:
-          index: `[K]` integers, the indices of the candidates, or a `[G]` bool mask.
-        """
+    def take(self, index: np.ndarray) -> Self:
+        """Returns the candidates of some indices, `[K]`."""
         names = ("seq_lens", "examples", "tokens")
         columns = {name: getattr(self, name)[index] for name in names}
         return dataclasses.replace(self, sizes=self.sizes.take(index), **columns)
@@ -107,37 +98,26 @@ class Candidates:
         return np.diff(self.examples[chosen], prepend=0)
 
     def epoch_cost(self, chosen: np.ndarray) -> float:
-        """Returns the total cost of the batches of one epoch, remainders included.
-
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
+        """Returns the total cost of the batches of one epoch, remainders included."""
         return self.fit(chosen).cost
 
-    def fit(self, chosen: np.ndarray) -> Fit:
-        """Returns the cheapest steps of each bucket.
+    def padded_cost(self, chosen: np.ndarray) -> float:
+        """Returns the cost of an epoch in which no remainder is promoted."""
+        return self.sizes.padded_costs(chosen, self.counts(chosen)).sum().item()
 
-        Args:
-          chosen: `[K]` increasing indices of the candidates at which buckets end.
-        """
+    def fit(self, chosen: np.ndarray) -> Fit:
+        """Returns the cheapest steps of each bucket."""
         return fitted(self.sizes.take(chosen), self.counts(chosen))
 
 
 def _cumulative(
     lengths: LengthCounts, last: int, multiple: int, overlong: Overlong
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns lengths at which a bucket may end, and counts of the examples up to each.
+    """Returns lengths at which a bucket may end, and what is up to each, `[G]` int64.
 
-    Args:
-      lengths: the number of examples of each length.
-      last: the length of the last bucket, a multiple of `multiple`.
-      multiple: the number of which every boundary is a multiple.
-      overlong: the policy for examples longer than `last`. The chunks of examples that
-        are split count as examples.
-
-    Returns:
-      `[G]` int64, increasing lengths that end with `last`; `[G]` int64, the number of
-      examples that are at most this long; and `[G]` int64, the number of their tokens.
+    The lengths are multiples that increase up to `last`. The other results are the
+    number of examples that are at most this long, and the number of their tokens. The
+    chunks of examples that are split count as examples.
     """
     if overlong == "split":
         lengths = lengths.split(last)

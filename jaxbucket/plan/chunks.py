@@ -35,18 +35,12 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
       ValueError: if `lengths` or `max_seq_len` are not positive integers.
     """
     lengths = check_lengths(lengths)
-    counts = chunk_counts(lengths, max_seq_len)
-    longest = _checked(max_seq_len)
+    longest = min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)
+    counts = -(-lengths // longest)
     ends = np.cumsum(counts, dtype=np.int64)
     chunks = np.full(ends[-1], longest, np.int32)
     chunks[ends - 1] = lengths - (counts - 1) * longest
     return chunks
-
-
-def chunk_counts(lengths: np.ndarray, max_seq_len: int) -> np.ndarray:
-    """Returns the number of chunks of each example, `[N]` integers."""
-    longest = _checked(max_seq_len)
-    return -(-lengths // longest)
 
 
 def kept_lengths(lengths: Any, seq_len: Any, overlong: Any) -> np.ndarray:
@@ -77,8 +71,3 @@ def nothing_left(max_seq_len: Any) -> str:
         f"`max_seq_len={max_seq_len!r}` is shorter than every example, and "
         "`overlong='drop'` leaves all of them out. Raise it."
     )
-
-
-def _checked(max_seq_len: int) -> int:
-    """Returns `max_seq_len`, limited to the 32-bit range of lengths."""
-    return min(check_positive("max_seq_len", max_seq_len), MAX_LENGTH)

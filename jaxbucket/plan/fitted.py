@@ -11,8 +11,7 @@ from typing import Any
 
 from jaxbucket.base.checks import check_integer, check_positive
 from jaxbucket.base.sizes import Sizes
-from jaxbucket.base.table import Record, bytes_text
-from jaxbucket.plan.formatting import number_table
+from jaxbucket.base.table import Record, bytes_text, number_table
 
 _CAPTION = (
     "B: the largest batch size of this T that fits. memory: what its program needs on "

@@ -1,12 +1,7 @@
 """Plans for examples with several lengths, such as source and target.
 
 Choosing K shapes is a facility location problem: every example goes to the cheapest
-shape that holds it. Only the distinct combinations of T that examples need matter, the
-`joint_points`. `joint_pricing` says what a batch of any shape holds and costs.
-`joint_search` starts with few shapes, adds one at a time, and then swaps single shapes
-for others while an epoch becomes cheaper; `joint_swaps` counts what each of thousands
-of shapes would take, at once. It also improves the shapes of `nested`, and compares all
-sets if there are few. The planner chooses B for the cheapest shapes found.
+shape that holds it. The steps are those of the description in `jaxbucket.plan`.
 """
 
 from __future__ import annotations
@@ -73,13 +68,7 @@ def _without_unused(
 
 
 def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPlan:
-    """Returns the plan with given T, with B for the examples of each bucket.
-
-    Args:
-      limits: the limits of all shapes, and the cost of a step.
-      seq_lens: `[K, Q]` integers, the T of each sequence.
-      lengths: sequence name -> `[N]` integers, one per example; or `[N, Q]`.
-    """
+    """Returns the plan with given T, `[K, Q]`, and B for the examples in each."""
     matrix = lengths_matrix(lengths, limits.sequences)
 
     def counts(plan: BucketPlan) -> np.ndarray:
@@ -89,18 +78,12 @@ def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPla
 
 
 def with_batch_sizes(
-    limits: Limits,
-    seq_lens: np.ndarray,
-    counts_fn: Callable[[BucketPlan], np.ndarray],
+    limits: Limits, seq_lens: np.ndarray, counts_fn: Callable[[BucketPlan], np.ndarray]
 ) -> BucketPlan:
-    """Returns a plan with B for the rows of each bucket.
+    """Returns the plan with given T, `[K, Q]`, and B for the rows of each bucket.
 
-    Examples may change their bucket with the cost of a row, and so with B.
-
-    Args:
-      limits: the limits of all shapes, and the cost of a step.
-      seq_lens: `[K, Q]` integers, the T of each sequence.
-      counts_fn: plan -> `[K]` integers, the rows that each bucket is assigned.
+    Rows may change their bucket with the cost of a row, and so with B: `counts_fn`
+    returns how many of them a plan assigns to each bucket, `[K]`.
     """
     plans, costs = [limits.plan(seq_lens)], []
     for _ in range(_ROUNDS):
@@ -170,7 +153,12 @@ def search_shapes(
     choices = [*search.choices(list(starts)), *search.best_sets()]
     plans = [_evaluated(points, limits, seq_lens) for seq_lens in choices]
     if not plans:
-        raise ValueError(_uncovered_message(search))
+        limits.check_shapes(points.seq_lens(points.frontier()))
+        raise ValueError(
+            f"`num_buckets={num_buckets}`: no choice of so few shapes was found that "
+            "holds all examples, because the budget excludes the longest shapes. Raise "
+            "`num_buckets` or the budget."
+        )
     return min(plans, key=lambda plan: plan[0])[1]
 
 
@@ -190,21 +178,3 @@ def _evaluated(
     if limits.must_hold_all:
         used[-1] = True
     return cost, seq_lens[used]
-
-
-def _uncovered_message(search: Search) -> str:
-    """Returns the error message if no shapes hold all examples."""
-    points = search.points
-    frontier = points.seq_lens(points.frontier())
-    alone = search.pricing(frontier).rates
-    if not np.isfinite(alone).all():
-        shape = frontier[int(np.argmin(np.isfinite(alone)))].tolist()
-        return (
-            f"`max_tokens` allows no batch of the shape {shape}, but an example needs "
-            "it. Raise `max_tokens`, or drop or truncate the example."
-        )
-    return (
-        f"`num_buckets={search.num_buckets}`: no choice of so few shapes was found "
-        "that holds all examples, because the budget excludes the longest shapes. "
-        "Raise `num_buckets` or the budget."
-    )

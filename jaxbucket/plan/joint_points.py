@@ -7,6 +7,8 @@ import functools
 
 import numpy as np
 
+from jaxbucket.base.sizes import row_keys
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Points:
@@ -37,24 +39,16 @@ class Points:
           most: if there are at most this many combinations of T, all are possible.
             Otherwise, only the lengths of examples and `last`, rounded up, are.
         """
-        units = [
-            np.maximum(-(-column // multiple), 1)
-            for column, multiple in zip(lengths.T, multiples.tolist(), strict=True)
-        ]
+        units = np.maximum(-(-lengths // multiples), 1).T
         ends = (last // multiples).tolist()
         if np.prod(last // multiples, dtype=np.float64) <= most:
             present = [np.arange(1, end + 1) for end in ends]
         else:
             pairs = zip(units, ends, strict=True)
             present = [np.unique(np.append(column, end)) for column, end in pairs]
-        indices = [
-            np.searchsorted(values, column)
-            for values, column in zip(present, units, strict=True)
-        ]
-        values = tuple(
-            ends.astype(np.int64) * multiple
-            for ends, multiple in zip(present, multiples.tolist(), strict=True)
-        )
+        pairs = zip(present, units, strict=True)
+        indices = [np.searchsorted(values, column) for values, column in pairs]
+        values = tuple(map(np.multiply, present, multiples.tolist()))
         return _merged(values, indices, np.ones(len(lengths), np.int64))
 
     def __len__(self) -> int:
@@ -80,16 +74,11 @@ class Points:
         columns = zip(self.values, seq_lens.T, strict=True)
         return np.stack([np.searchsorted(values, t) for values, t in columns], axis=1)
 
-    def frontier(self, among: np.ndarray | None = None) -> np.ndarray:
-        """Returns the points that no other point dominates, `[n, Q]` indices.
-
-        Args:
-          among: `[P]` bool, the points that are compared; all by default.
-        """
-        indices = self.indices if among is None else self.indices[among]
+    def frontier(self) -> np.ndarray:
+        """Returns the points that no other point dominates, `[n, Q]` indices."""
         # A dominating point has a larger sum. Those are compared first.
-        order = np.argsort(-indices.sum(axis=1), kind="stable")
-        left, kept = indices[order], []
+        order = np.argsort(-self.indices.sum(axis=1), kind="stable")
+        left, kept = self.indices[order], []
         while len(left):
             kept.append(left[0])
             left = left[(left > left[0]).any(axis=1)]
@@ -103,20 +92,17 @@ class Points:
         return held
 
     def restricted(self, axes: list[np.ndarray]) -> Points:
-        """Returns the points if only some T are possible.
+        """Returns the points if only some T are possible, the last among them.
 
-        Args:
-          axes: for each sequence the increasing indices of these T, including the last.
+        Their increasing indices are given for each sequence.
         """
-        up = [
-            np.searchsorted(axis, np.arange(len(values)))
-            for axis, values in zip(axes, self.values, strict=True)
-        ]
-        values = [all_[axis] for axis, all_ in zip(axes, self.values, strict=True)]
+        sides = zip(axes, self.values, self.columns, strict=True)
         indices = [
-            table[column] for table, column in zip(up, self.columns, strict=True)
+            np.searchsorted(axis, np.arange(len(values)))[column]
+            for axis, values, column in sides
         ]
-        return _merged(tuple(values), indices, self.counts)
+        values = tuple(map(np.take, self.values, axes))
+        return _merged(values, indices, self.counts)
 
     def quantiles(self, size: int) -> list[np.ndarray]:
         """Returns at most `size` indices of T for each sequence, including the last.
@@ -129,12 +115,7 @@ class Points:
         ]
 
     def near(self, shapes: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Returns the indices of T of some shapes and of their neighbors.
-
-        Args:
-          shapes: `[K, Q]` indices.
-          offsets: the distances of the neighbors, in indices.
-        """
+        """Returns the indices of T that are at given distances from those of shapes."""
         axes = []
         for column, values in zip(shapes.T, self.values, strict=True):
             neighbors = (column[:, None] + offsets).ravel()
@@ -147,16 +128,11 @@ def _merged(
     values: tuple[np.ndarray, ...], indices: list[np.ndarray], counts: np.ndarray
 ) -> Points:
     """Returns points from indices that may occur several times, `[n]` for each side."""
-    sizes = tuple(map(len, values))
-    if np.prod(sizes, dtype=np.float64) < 2**62:
-        keys = np.ravel_multi_index(indices, sizes)
-        keys, which = np.unique(keys, return_inverse=True)
-        distinct = np.stack(np.unravel_index(keys, sizes), 1)
-    else:
-        columns = np.stack(indices, 1)
-        distinct, which = np.unique(columns, axis=0, return_inverse=True)
-    totals = np.bincount(which.ravel(), counts).astype(np.int64)
-    return Points(values, distinct, totals)
+    rows = np.stack(indices, axis=1)
+    keys = row_keys(rows, [len(column) - 1 for column in values])
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    totals = np.bincount(which, counts).astype(np.int64)
+    return Points(values, rows[first], totals)
 
 
 def _quantiles(values: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:

@@ -302,10 +302,6 @@ def few_shapes(points: Points, pricing: Pricing) -> np.ndarray | None:
     long as the budget allows. With two sequences, the other one falls in this order, so
     no fewer shapes hold them, if the budget allows every shape that another allowed
     shape holds. With more sequences, the best of the orders is taken.
-
-    Args:
-      points: the examples.
-      pricing: the prices of shapes.
     """
     frontier = points.frontier()
     choices = [
@@ -355,27 +351,7 @@ def epoch_costs(
     rows, *columns = (np.tile(x, (len(_CAUTION), 1)) for x in columns)
     above = np.tile(dominates(seq_lens), (len(_CAUTION), 1, 1))
     caution = np.repeat(_CAUTION, len(order))[:, None]
-    costs = _flow_costs(rows, Prices(*columns), pricing, above, caution)
-    return costs.reshape(len(_CAUTION), -1).min(axis=0)
-
-
-def _flow_costs(
-    rows: np.ndarray,
-    prices: Prices,
-    pricing: Pricing,
-    above: np.ndarray,
-    caution: np.ndarray,
-) -> np.ndarray:
-    """Returns the cost of each epoch, `[n]`, from arrays `[n, K]` and `[n, K, K]`.
-
-    Args:
-      rows: the examples of each bucket; overwritten.
-      prices: what batches hold and cost.
-      pricing: how these prices were computed.
-      above: whether a bucket dominates another.
-      caution: `[n, 1]`, the share of `_CAUTION` of each epoch.
-    """
-    total, every = np.zeros(len(rows)), np.arange(len(rows))
+    prices, total, every = Prices(*columns), np.zeros(len(rows)), np.arange(len(rows))
     for k in range(rows.shape[1] - 1):
         here, later = prices.part(k), prices.part(slice(k + 1, None))
         full, rest = np.divmod(rows[:, k], here.batch_sizes)
@@ -389,4 +365,5 @@ def _flow_costs(
         is_padded = (rest == 0) | (filled + passed[every, best] >= alone)
         total += np.where(is_padded, alone, filled)
         rows[every, k + 1 + best] += np.where(is_padded, 0, rest)
-    return total + pricing.padded_costs(rows[:, -1], prices.part(-1))
+    total += pricing.padded_costs(rows[:, -1], prices.part(-1))
+    return total.reshape(len(_CAUTION), -1).min(axis=0)

@@ -46,10 +46,7 @@ class Grid:
     def counts(self, points: Points, groups: np.ndarray, number: int) -> np.ndarray:
         """Returns the examples of each group that each shape holds, `[number, C]`.
 
-        Args:
-          points: the examples.
-          groups: `[P]` integers, the group of each point.
-          number: the number of groups.
+        `groups` are the groups of the points, `[P]` integers below `number`.
         """
         sizes = tuple(map(len, self.axes))
         cells = np.zeros(len(points), np.int64)
@@ -156,8 +153,7 @@ class Swaps:
     def counts(self, added: np.ndarray) -> np.ndarray:
         """Returns the examples of each shape after a swap, `[n, K + 1]` int64.
 
-        Args:
-          added: `[n]` indices of added shapes, whose examples are last.
+        The last ones are those of the added shapes, whose indices are given.
         """
         # Examples that were in no shape move to any.
         moves = np.ones((len(self._counts), len(added)), bool)

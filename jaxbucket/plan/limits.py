@@ -14,7 +14,6 @@ from jaxbucket.base.checks import (
     MAX_TOKENS,
     check_accumulate,
     check_cost,
-    check_integer,
     check_positive,
 )
 from jaxbucket.base.notes import Noting
@@ -32,6 +31,9 @@ from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost, u
 from jaxbucket.plan.flow.batch_sizes import fitted, fitted_between
 from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.flow.step_sizes import StepSizes
+
+# What has the sequences of the limits, for messages.
+_OTHERS = "the lengths have"
 
 Budget: TypeAlias = int | Mapping[str, int] | Sequence[int] | Callable[[Any], int]
 
@@ -54,6 +56,8 @@ class Limits:
       >>> limits = Limits(sequences=("source", "target"), max_tokens=1024)
       >>> limits.batch_sizes([[64, 32], [100, 100]])
       array([10,  5])
+
+    Methods take the T of n shapes as `seq_lens`: `[n, Q]` integers, or `[n]` if Q is 1.
 
     Attributes:
       max_tokens: the largest B * T, padding counted: an integer, a function of T, or
@@ -83,8 +87,7 @@ class Limits:
 
     Raises:
       ValueError: if a value is out of range, the names of a mapping are not those of
-        `sequences`, `max_seq_len` is not a multiple of `seq_len_multiple`, or no B
-        satisfies the limits on the batch size.
+        `sequences`, or `max_seq_len` is not a multiple of `seq_len_multiple`.
     """
 
     max_tokens: Budget
@@ -106,26 +109,34 @@ class Limits:
             value = getattr(self, name)
             if name == "min_batch_size" or not callable(value):
                 self._set(name, check_positive(name, value))
-        if (most := self.max_batch_size) is not None:
-            least, multiple = self.min_batch_size, self.batch_size_multiple
-            if not callable(multiple):
-                least = -(-least // multiple) * multiple
-            most = check_integer("max_batch_size", most, least=least)
+        if self.max_batch_size is not None:
+            most = check_positive("max_batch_size", self.max_batch_size)
             self._set("max_batch_size", most)
-        for name in ("max_tokens", "seq_len_multiple", "max_seq_len"):
-            self._set(name, self._checked(name, getattr(self, name)))
-        others = "the lengths have"
-        policies = checked_overlong(self.overlong, self.sequences, others)
+        budget: Any = self.max_tokens
+        is_list = isinstance(budget, Sequence) and not isinstance(budget, str)
+        if is_list and not self.sequences:
+            self._set(
+                "max_tokens", tuple(check_positive("max_tokens", x) for x in budget)
+            )
+        elif not callable(budget):
+            self._set_sizes("max_tokens")
+        self._set_sizes("seq_len_multiple")
+        policies = checked_overlong(self.overlong, self.sequences, _OTHERS)
         self._set("overlong", policies)
-        last = self.max_seq_len
-        if last is not None and (self._each(last) % self.multiples).any():
+        if self.max_seq_len is None:
+            return
+        self._set_sizes("max_seq_len")
+        if (self._each(self.max_seq_len) % self.multiples).any():
             raise ValueError(
-                f"`max_seq_len={last!r}` is not a multiple of `seq_len_multiple="
-                f"{self.seq_len_multiple!r}`. Change one of the two."
+                f"`max_seq_len={self.max_seq_len!r}` is not a multiple of "
+                f"`seq_len_multiple={self.seq_len_multiple!r}`. Change one of the two."
             )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _set_sizes(self, name: str) -> None:
+        self._set(name, sizes_of(name, getattr(self, name), self.sequences, _OTHERS))
 
     def _set_sequences(self) -> None:
         names: Any = self.sequences
@@ -137,17 +148,6 @@ class Limits:
             names = [names] if isinstance(names, str) else names
             check_sequence_names("sequences", dict.fromkeys(names))
         self._set("sequences", tuple(sorted(set(names))))
-
-    def _checked(self, name: str, value: Any) -> Any:
-        """Returns a value of one of the fields that may differ by sequence."""
-        if name == "max_tokens" and callable(value):
-            return value
-        if name == "max_seq_len" and value is None:
-            return None
-        is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
-        if name == "max_tokens" and is_sequence and not self.sequences:
-            return tuple(check_positive(name, x) for x in value)
-        return sizes_of(name, value, self.sequences, "the lengths have")
 
     def of(self, lengths: Counted) -> Limits:
         """Returns the limits with the names of the sequences of lengths.
@@ -173,11 +173,7 @@ class Limits:
         return self._each(self.seq_len_multiple)
 
     def batch_multiples(self, seq_lens: np.ndarray) -> np.ndarray:
-        """Returns the number of which every B of each shape is a multiple, `[n]` int64.
-
-        Args:
-          seq_lens: `[n]` integers, the T; or `[n, Q]`, the T of each sequence.
-        """
+        """Returns the number of which every B of each shape is a multiple, `[n]`."""
         return self._of_shapes("batch_size_multiple", seq_lens)
 
     def least_batch_sizes(self, seq_lens: np.ndarray) -> np.ndarray:
@@ -206,20 +202,13 @@ class Limits:
         return -(-lengths // self.multiples) * self.multiples
 
     def max_seq_lens(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the longest T of each sequence, `[Q]` int64.
-
-        Args:
-          lengths: `[N, Q]` integers, one row per example.
-        """
+        """Returns the longest T of each sequence, `[Q]` int64, for `[N, Q]` lengths."""
         if self.max_seq_len is not None:
             return self._each(self.max_seq_len).astype(np.int64)
         return self.rounded(lengths.max(axis=0))
 
     def planned_lengths(self, lengths: np.ndarray) -> np.ndarray:
-        """Returns the lengths of the examples to plan for, `[n, Q]`.
-
-        Args:
-          lengths: `[N, Q]` integers, one row per example.
+        """Returns which of `[N, Q]` lengths to plan for, `[n, Q]`, truncated if needed.
 
         Raises:
           ValueError: if a sequence is too long and its policy is "error", or no
@@ -235,7 +224,7 @@ class Limits:
         """Returns the possible numbers of rows of a step of each shape.
 
         Args:
-          seq_lens: `[n]` or `[n, Q]` int64, the T.
+          seq_lens: the T, int64.
           batch_sizes: `[n]` int64, the largest B of each shape, as `batch_sizes`.
           examples: `[n]` integers, the largest number of examples of each shape.
         """
@@ -252,11 +241,7 @@ class Limits:
         )
 
     def batch_sizes(self, seq_lens: Any) -> np.ndarray:
-        """Returns the largest B for each shape, `[n]` int64; 0 if no row fits.
-
-        Args:
-          seq_lens: `[n]` integers, the T; or `[n, Q]`, the T of each sequence.
-        """
+        """Returns the largest B for each shape, `[n]` int64; 0 if no row fits."""
         seq_lens = np.asarray(seq_lens, np.int64)
         if isinstance(self.max_tokens, Mapping):
             rows = (self._each(self.max_tokens) // seq_lens).min(axis=1)
@@ -284,21 +269,16 @@ class Limits:
         return np.array(numbers, np.int64)
 
     def named(self, seq_lens: np.ndarray) -> list[Any]:
-        """Returns the `[n, Q]` T of shapes as users see them: integers, or `Sizes`."""
+        """Returns the T of shapes as users see them: integers, or `Sizes`."""
         if not self.sequences:
             return seq_lens.ravel().tolist()
         rows = seq_lens.tolist()
         return [Sizes(dict(zip(self.sequences, row, strict=True))) for row in rows]
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """Returns the cost of a step of each shape, `[n]`.
+        """Returns the cost of a step of each shape, `[n]` float64.
 
-        Args:
-          batch_sizes: `[n]` integers, the B.
-          seq_lens: `[n]` integers, the T; or `[n, Q]`, the T of each sequence.
-
-        Returns:
-          The tokens as int64 without a `cost_fn`, float64 costs with one.
+        Without a `cost_fn`, it is the tokens as int64.
 
         Raises:
           ValueError: if `cost_fn` returns a cost that is not positive.
@@ -378,9 +358,6 @@ class Limits:
 
     def check_shapes(self, seq_lens: np.ndarray) -> np.ndarray:
         """Returns the largest B for each shape, `[n]` int64.
-
-        Args:
-          seq_lens: `[n]` int64, the T; or `[n, Q]`, the T of each sequence.
 
         Raises:
           ValueError: if the budget does not hold the fewest rows of a shape.

@@ -8,13 +8,13 @@ row, so that the cost is a sum over buckets.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import Self
 
 import numpy as np
 
 from jaxbucket.plan.candidates import Candidates
-from jaxbucket.plan.flow.batch_sizes import fitted
-from jaxbucket.plan.flow.step_sizes import StepSizes
 
 # Costs are scaled to integers, so that a plan does not depend on rounding errors.
 # The cost of an epoch has this many bits, so that the sum of a few stays below 2**63.
@@ -22,31 +22,27 @@ _TOTAL_BITS = 59
 INFINITE = 2**61
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """The candidates, with costs as integers.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem(Candidates):
+    """The candidates, with costs as int64.
+
+    A step costs one more than its share, so that of equally cheap choices the one with
+    fewer steps is found.
 
     Attributes:
-      below: `[G + 1]` int64, the number of examples that fit before each candidate:
-        entry j counts the examples up to candidate j - 1, and entry 0 is 0.
-      beyond: `[G + 1]` int64, the fewest rows of all other examples: their number,
-        rounded up to a possible number of rows.
-      sizes: the numbers of rows of a step, and their costs as int64. A step costs one
-        more than its share, so that of equally cheap choices the one with fewer steps
-        is found.
+      beyond: `[G + 1]` int64, the fewest rows of all examples that are not `below`:
+        their number, rounded up to a possible number of rows.
       rates: `[G]` int64, the least cost of a row in this bucket or a longer one;
         non-decreasing.
       scale: the factor from the candidates' costs to these integers.
     """
 
-    below: np.ndarray
     beyond: np.ndarray
-    sizes: StepSizes
     rates: np.ndarray
     scale: float
 
     @classmethod
-    def of(cls, candidates: Candidates, max_buckets: int) -> Problem:
+    def scaled(cls, candidates: Candidates, max_buckets: int) -> Problem:
         """Returns the problem of choosing at most `max_buckets` of the candidates."""
         sizes = candidates.sizes
         costs = sizes.costs.astype(np.float64)
@@ -57,44 +53,28 @@ class Problem:
         scale = 2.0 ** (_TOTAL_BITS - math.frexp(worst)[1])
         units = np.maximum(1, np.rint(costs * scale)).astype(np.int64) + 1
         sizes = dataclasses.replace(sizes, costs=units)
-        below = np.concatenate([[0], candidates.examples])
+        left = candidates.examples[-1] - np.append(0, candidates.examples)
         return cls(
-            below=below,
-            beyond=_rounded(below[-1] - below, sizes.multiple),
-            sizes=sizes,
+            **{**vars(candidates), "sizes": sizes},
+            beyond=_rounded(left, sizes.multiple),
             rates=sizes.rates(),
             scale=scale,
         )
 
-    def __len__(self) -> int:
-        return len(self.rates)
+    @functools.cached_property
+    def below(self) -> np.ndarray:
+        """`[G + 1]`: the examples up to the candidate before each; at first, none."""
+        return np.append(0, self.examples)
 
-    @property
-    def examples(self) -> np.ndarray:
-        """`[G]`: the number of examples that are at most as long as each candidate."""
-        return self.below[1:]
-
-    def take(self, index: np.ndarray) -> Problem:
+    def take(self, index: np.ndarray) -> Self:
         """Returns the problem restricted to some candidates, including the last."""
-        ends = np.append(0, index + 1)
-        return Problem(
-            *(self.below[ends], self.beyond[ends], self.sizes.take(index)),
-            *(self.rates[index], self.scale),
-        )
+        beyond = self.beyond[np.append(0, index + 1)]
+        part = super().take(index)
+        return dataclasses.replace(part, beyond=beyond, rates=self.rates[index])
 
     def rows_left(self, taken: np.ndarray) -> np.ndarray:
         """Returns the fewest rows of all examples but the n shortest, `[S]`."""
-        return _rounded(self.below[-1] - taken, self.sizes.multiple)
-
-    def epoch_cost(self, chosen: np.ndarray) -> int:
-        """Returns `Candidates.epoch_cost` as a scaled integer."""
-        counts = np.diff(self.examples[chosen], prepend=0)
-        return int(fitted(self.sizes.take(chosen), counts).cost)
-
-    def padded_cost(self, chosen: np.ndarray) -> int:
-        """Returns the cost of an epoch without promoted rows, as a scaled integer."""
-        counts = np.diff(self.examples[chosen], prepend=0)
-        return int(self.sizes.padded_costs(chosen, counts).sum())
+        return _rounded(self.examples[-1] - taken, self.sizes.multiple)
 
 
 def lower_bounds(

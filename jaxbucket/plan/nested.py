@@ -22,15 +22,7 @@ _MAX_ENDS = 1024
 def nested_shapes(
     lengths: np.ndarray, limits: Limits, num_buckets: int
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the T of the best nested shapes, `[K, Q]`, by several numbers.
-
-    Each is preceded by a name of the number.
-
-    Args:
-      lengths: `[N, Q]` integers, one row per example.
-      limits: the limits of all shapes, and the cost of a step.
-      num_buckets: the largest number of shapes.
-    """
+    """Yields names of numbers, each with the T of the best nested shapes, `[K, Q]`."""
     for name, numbers in (
         ("longest", lengths.max(axis=1)),
         ("sum", lengths.sum(axis=1, dtype=np.int64)),

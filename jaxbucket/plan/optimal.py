@@ -1,8 +1,7 @@
 """The boundaries that minimize the cost of an epoch, with a proof where possible.
 
-The search in `branch_and_bound` is pruned by the lower bounds in `lower_bound`. With
-too many buckets and lengths for a full search, `dense` provides initial boundaries, and
-the search is restricted to lengths near them.
+With too many buckets and lengths for a full search, it is restricted to lengths near
+evenly dense boundaries.
 """
 
 from __future__ import annotations
@@ -15,13 +14,8 @@ import numpy as np
 from jaxbucket.plan.boundary_rules import RULES
 from jaxbucket.plan.branch_and_bound import Search
 from jaxbucket.plan.candidates import Candidates
-from jaxbucket.plan.dense import evenly_dense, near
 from jaxbucket.plan.flow.batch_sizes import Fit
-from jaxbucket.plan.lower_bound import (
-    Problem,
-    lower_bounds,
-    traced_ends,
-)
+from jaxbucket.plan.lower_bound import Problem, lower_bounds, traced_ends
 
 # The unit of work is a pair: one start and one end of a bucket that are examined
 # together. No wider search starts after the soft limit, and a search stops at the hard
@@ -37,6 +31,9 @@ _MAX_BOUND_PAIRS = 80_000_000
 _WIDE, _NARROW = 16, 4
 # Costs of steps above that of a known epoch by this factor are not told apart.
 _MAX_RATIO = 1 << 20
+# Lengths are counted in so many bins for their density, because counts of single
+# lengths are noisy.
+_NUM_BINS = 1024
 # Up to this limit, `max_buckets` is not reduced to the number of useful buckets.
 _FEW_BUCKETS = 64
 # Buckets of compared choices in all: about half a second.
@@ -91,13 +88,13 @@ class Optimum:
         sizes = useful.sizes
         sizes = dataclasses.replace(sizes, costs=sizes.costs.clip(max=ceiling))
         useful = dataclasses.replace(useful, sizes=sizes)
-        self._problem = self._full_problem = Problem.of(useful, max_buckets)
+        self._problem = self._full_problem = Problem.scaled(useful, max_buckets)
         self._dense_choice: np.ndarray | None = None
         if max_buckets * _pairs(len(useful)) > _MAX_BOUND_PAIRS:
             dense = self._dense(max_buckets)
             # Only candidates near a good choice, and as many buckets as is feasible.
             size = _feasible_size(len(self._full_problem), len(dense))
-            grid = near(dense, size, len(self._full_problem))
+            grid = _near(dense, size, len(self._full_problem))
             max_buckets = min(len(dense), size // _NARROW)
             self._dense_choice = np.searchsorted(grid, dense)
             self._indices = self._indices[grid]
@@ -139,15 +136,12 @@ class Optimum:
         problem = self._problem
         # The work that the bounds took.
         pairs = num_buckets * _pairs(len(problem))
-        width, cost = _FIRST_WIDTH, problem.epoch_cost(best)
+        width, cost = _FIRST_WIDTH, int(problem.epoch_cost(best))
         is_whole = self._candidates.complete and problem is self._full_problem
         self.exact = False
         while True:
             search = Search(
-                problem,
-                self._bounds[: num_buckets + 1],
-                width,
-                _MAX_PAIRS - pairs,
+                problem, self._bounds[: num_buckets + 1], width, _MAX_PAIRS - pairs
             )
             best = search.improve(best, cost)
             pairs += search.pairs
@@ -178,13 +172,13 @@ class Optimum:
         """Returns a good choice of very many buckets, or of fewer if it is cheaper."""
         problem = self._full_problem
         sizes = [num_buckets * share // 8 for share in (8, 6, 4, 3, 2, 1)]
-        choices = [evenly_dense(problem, max(1, size)) for size in sizes]
+        choices = [_evenly_dense(problem, max(1, size)) for size in sizes]
         best = min(choices, key=problem.epoch_cost)
         size = _feasible_size(len(problem), len(best))
         if size < _WIDE * len(best):
             return best
         # With many candidates per bucket, all boundaries are optimized together.
-        grid = evenly_dense(problem, size)
+        grid = _evenly_dense(problem, size)
         return grid[traced_ends(lower_bounds(problem.take(grid), len(best))[1])]
 
     def full_batch_cost(self) -> float:
@@ -220,6 +214,33 @@ def _useful_candidates(candidates: Candidates, known_cost: float) -> np.ndarray:
     is_useful = candidates.examples[cheapest] > 0
     is_useful &= candidates.sizes.costs[cheapest, 0] <= known_cost
     return np.append(cheapest[is_useful & (cheapest < last)], last)
+
+
+def _evenly_dense(problem: Problem, num_buckets: int) -> np.ndarray:
+    """Returns at most `num_buckets` boundaries: increasing indices, `[K]`.
+
+    Their density is best for full batches on average. At a length with n examples,
+    where the cost of a row increases by r per position, the best bucket width is
+    inversely proportional to the square root of n * r (Panter and Dite, "Quantization
+    distortion in pulse-count modulation with nonuniform spacing of levels", 1951).
+    """
+    last = len(problem) - 1
+    num_bins = min(last, _NUM_BINS)
+    ends = np.unique(np.arange(num_bins + 1) * last // max(num_bins, 1))
+    examples, rates = np.diff(problem.examples[ends]), np.diff(problem.rates[ends])
+    density = np.sqrt(examples.astype(np.float64) * rates)
+    # A small constant keeps the density positive where a boundary saves nothing.
+    density += density.sum() / (1 << 20) + 1
+    total = np.append(0, np.cumsum(density))
+    shares = total[-1] * np.arange(1, num_buckets) / num_buckets
+    return np.unique(np.append(np.interp(shares, total, ends).astype(np.int64), last))
+
+
+def _near(chosen: np.ndarray, size: int, num_candidates: int) -> np.ndarray:
+    """Returns the chosen indices, `[K]`, and their neighbors: about `size` indices."""
+    reach = size // (2 * len(chosen))
+    neighbors = chosen[:, None] + np.arange(-reach, reach + 1)
+    return np.unique(np.clip(neighbors, 0, num_candidates - 1))
 
 
 def _pairs(size: int) -> int:
@@ -264,6 +285,6 @@ def _known_cost(candidates: Candidates, max_buckets: int) -> float:
     # The last bucket may be empty if a shorter one holds all examples.
     holds_all = np.flatnonzero(candidates.examples == candidates.examples[-1])
     alone = holds_all if max_buckets > 1 else holds_all[-1:]
-    costs = candidates.sizes.padded_costs
-    known = costs(alone, np.full(len(alone), candidates.examples[-1])).min().item()
-    return min(known, *(costs(x, candidates.counts(x)).sum().item() for x in by_rule))
+    examples = np.full(len(alone), candidates.examples[-1])
+    known = candidates.sizes.padded_costs(alone, examples).min().item()
+    return min(known, *map(candidates.padded_cost, by_rule))

@@ -13,15 +13,20 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
+from jaxbucket.base.checks import (
+    check_accumulate,
+    check_choice,
+    check_seed,
+    selected_indices,
+)
 from jaxbucket.base.digest import digest
 from jaxbucket.base.policies import GROUPS, Group
-from jaxbucket.base.selection import selected_indices
 from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
-from jaxbucket.plan.reports.epoch import Report, changed_examples
+from jaxbucket.plan.reports.epoch import Report
+from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.epoch_rows import EpochRows
@@ -301,7 +306,7 @@ class BatchSchedule(Schedule):
             packed = epoch.examples / self.packing.num_rows * self.packing.num_examples
             if rows is not None:
                 packed = self.packing.row_segments[rows].sum()
-            changes = changed_examples(self.plan, columns)
+            changes = Tally.of(self.plan, columns).changes
             epoch = dataclasses.replace(epoch, packed_examples=round(packed), **changes)
         if rows is None:
             return epoch

@@ -18,8 +18,7 @@ from jaxbucket.base.checks import (
     check_positive,
     check_type,
 )
-from jaxbucket.base.table import Record
-from jaxbucket.plan.formatting import number_table
+from jaxbucket.base.table import Record, number_table
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
 from jaxbucket.schedule.combined import CombinedSchedule, change_steps

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.table import Record
-from jaxbucket.plan.formatting import format_duration, number_table
+from jaxbucket.base.table import Record, format_duration, number_table
 from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.simulate.cluster import Cluster
 

@@ -54,7 +54,9 @@ class Devices:
 
     def gather(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Returns `[D, ...]`, the arrays of all devices, which have the same shape."""
-        words = [_as_words(part)[None] for part in parts]
+        # The bytes as uint32, which works on devices without jax_enable_x64.
+        flat = [np.ascontiguousarray(part).reshape(1, -1) for part in parts]
+        words = [part.view(np.uint32) for part in flat]
         with self._as_current_mesh():
             gathered = _gather(self.mesh)(self._put(words))
         local = np.asarray(gathered.addressable_data(0))
@@ -79,11 +81,6 @@ class Devices:
         """Sets the mesh and enables jit, overriding the settings of the caller."""
         with jax.set_mesh(self.mesh), jax.disable_jit(False):
             yield
-
-
-def _as_words(part: np.ndarray) -> np.ndarray:
-    """Returns the bytes as uint32, which works on devices without jax_enable_x64."""
-    return np.ascontiguousarray(part).reshape(-1).view(np.uint32)
 
 
 # Cached for each mesh, because a new jitted function would be compiled again.

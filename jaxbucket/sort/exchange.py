@@ -41,7 +41,7 @@ def exchange_runs(
         run = part[starts[i, i] : starts[i, i] + counts[i, i]]
         merged[targets[i, i] : targets[i, i] + len(run)] = run
     capacity = chunk_capacity(counts, parts[0].dtype.itemsize)
-    counts = _between_devices(counts)
+    counts = counts - np.diag(np.diag(counts))
     # A power of two, to compile few shapes.
     capacity = min(capacity, 1 << (int(counts.max()) - 1).bit_length())
     for first in range(0, counts.max(), capacity):
@@ -66,11 +66,6 @@ def chunk_capacity(counts: np.ndarray, itemsize: int) -> int:
     num_bytes = int(np.clip(share, _MIN_BYTES, _MAX_BYTES))
     keys = max(1, num_bytes // (num_devices * itemsize))
     return 1 << (keys.bit_length() - 1)
-
-
-def _between_devices(counts: np.ndarray) -> np.ndarray:
-    """Returns the counts without the keys that stay on their device."""
-    return counts - np.diag(np.diag(counts))
 
 
 def _chunks(

@@ -79,23 +79,6 @@ class Column:
         return self.unsigned.type(1) << self._shift
 
 
-@dataclasses.dataclass(frozen=True)
-class _Field:
-    """The bits of a composite key that hold one number.
-
-    Attributes:
-      word: the index of the word in the key.
-      shift: the number of lower bits in the word.
-      bits: the number of bits of the field.
-      is_highest: whether this is the highest field of its word.
-    """
-
-    word: int
-    shift: int
-    bits: int
-    is_highest: bool
-
-
 class Composite:
     """The layout of composite keys.
 
@@ -123,14 +106,9 @@ class Composite:
         return self.dtype.itemsize // 8
 
     def encode(self, keys: Sequence[np.ndarray], first: int) -> np.ndarray:
-        """Returns the `[n]` composite keys of columns.
-
-        Args:
-          keys: the columns, each `[n]`.
-          first: the index of the first row.
-        """
+        """Returns the `[n]` composite keys; `first` is the index of their first row."""
         size = len(keys[0])
-        words = np.empty((size, self.num_words), np.uint64)
+        words = np.zeros((size, self.num_words), np.uint64)
         indices = np.arange(first, first + min(size, _BLOCK), dtype=np.uint64)
         for start in range(0, size, _BLOCK):
             block = words[start : start + _BLOCK]
@@ -146,14 +124,8 @@ class Composite:
         return words.byteswap(inplace=True).view(self.dtype)[:, 0]
 
     def _put(self, words: np.ndarray, i: int, bits: np.ndarray) -> None:
-        field = self._fields[i]
-        word, shift = words[:, field.word], np.uint64(field.shift)
-        if field.is_highest:
-            word[:] = bits
-            word <<= shift
-        else:
-            bits = bits.astype(np.uint64, copy=False)
-            word |= bits << shift if field.shift else bits
+        word, shift, _ = self._fields[i]
+        words[:, word] |= bits.astype(np.uint64, copy=False) << np.uint64(shift)
 
     def decode(
         self, composite: np.ndarray
@@ -173,17 +145,17 @@ class Composite:
         return keys, index
 
     def _get(self, words: np.ndarray, i: int) -> np.ndarray:
-        field = self._fields[i]
-        mask = np.uint64((1 << field.bits) - 1)
-        return (words[:, field.word] >> np.uint64(field.shift)) & mask
+        word, shift, num_bits = self._fields[i]
+        return (words[:, word] >> np.uint64(shift)) & np.uint64((1 << num_bits) - 1)
 
 
-def _packed_fields(maxima: Sequence[int]) -> tuple[list[_Field], int]:
+def _packed_fields(maxima: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
     """Returns fields for numbers up to `maxima`, and the number of words.
 
-    The first field is the highest.
+    A field is the index of its word, the number of lower bits in the word, and its
+    number of bits. The first one is the highest.
     """
-    fields: list[_Field] = []
+    fields: list[tuple[int, int, int]] = []
     word, used = 0, 0
     for value in maxima:
         bits = value.bit_length()
@@ -191,6 +163,6 @@ def _packed_fields(maxima: Sequence[int]) -> tuple[list[_Field], int]:
             word, used = word + 1, 0
         # A field without bits is not shifted, because a shift by 64 is undefined.
         shift = _WORD_BITS - used - bits if bits else 0
-        fields.append(_Field(word, shift, bits, is_highest=used == 0))
+        fields.append((word, shift, bits))
         used += bits
     return fields, word + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -13,53 +12,24 @@ from numpy.typing import ArrayLike
 from jaxbucket.base.checks import check_choice
 from jaxbucket.base.digest import digest
 from jaxbucket.sort.collectives import Devices
-from jaxbucket.sort.keys import Column
+from jaxbucket.sort.keys import Column, Composite
 
 Keys: TypeAlias = "ArrayLike | tuple[ArrayLike, ...]"
 
 _INVALID = -1
 
 
-@dataclasses.dataclass(frozen=True)
-class KeyLayout:
-    """The keys of this process, and the sizes and ranges of all keys.
-
-    Attributes:
-      columns: the dtype and direction of each column.
-      parts: the columns of each local device, each `[n]`.
-      first: `[local devices]`, the index of the first key of each part.
-      ranges: `[columns, 2]` uint64, the smallest and the largest encoded key over all
-        devices.
-      sizes: `[D]` int64, the number of keys of each device.
-    """
-
-    columns: tuple[Column, ...]
-    parts: list[tuple[np.ndarray, ...]]
-    first: list[int]
-    ranges: np.ndarray
-    sizes: np.ndarray
-
-    @property
-    def size(self) -> int:
-        """The total number of keys."""
-        return int(self.sizes.sum())
-
-
 def gather_layout(
-    keys: Keys,
-    descending: bool | Sequence[bool],
-    assignment: str,
-    devices: Devices,
-) -> KeyLayout:
+    keys: Keys, descending: bool | Sequence[bool], assignment: str, devices: Devices
+) -> tuple[Composite, list[tuple[np.ndarray, ...]], list[int], np.ndarray]:
     """Checks the arguments of `sample_sort` and returns the layout of the keys.
 
     All processes must call this.
 
-    Args:
-      keys: the argument of `sample_sort` in this process.
-      descending: the argument of `sample_sort`.
-      assignment: the argument of `sample_sort`.
-      devices: the devices of all processes.
+    Returns:
+      The layout of composite keys; the columns of each local device, `[n]` each; the
+      index of the first key of each local device; and `[D]` int64, the number of keys
+      of each device.
     """
     try:
         check_choice("assignment", assignment, ("contiguous", "interleaved"))
@@ -81,7 +51,8 @@ def gather_layout(
     order = np.argsort(processes, kind="stable")
     starts = np.empty_like(sizes)
     starts[order] = np.cumsum(sizes[order]) - sizes[order]
-    return KeyLayout(columns, parts, starts[devices.local].tolist(), ends, sizes)
+    composite = Composite(columns, ends, int(sizes.sum()))
+    return composite, parts, starts[devices.local].tolist(), sizes
 
 
 def _message(size: int, description: str) -> np.ndarray:

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from jaxbucket.sort.collectives import Devices
 from jaxbucket.sort.exchange import exchange_runs
-from jaxbucket.sort.keys import Composite
-from jaxbucket.sort.layout import KeyLayout, Keys, gather_layout
+from jaxbucket.sort.layout import Keys, gather_layout
 from jaxbucket.sort.splitters import cut_positions
 
 Assignment: TypeAlias = Literal["contiguous", "interleaved"]
@@ -91,9 +90,10 @@ def sample_sort(
     """
     devices = Devices(mesh)
     layout = gather_layout(keys, descending, assignment, devices)
-    composite = Composite(layout.columns, layout.ranges, layout.size)
-    parts = _sorted_parts(layout, composite, devices)
-    size, count = layout.size, devices.count
+    composite, columns, first, sizes = layout
+    parts = _on_each(composite.encode, columns, first)
+    parts = _sorted_parts(parts, sizes, devices)
+    size, count = int(sizes.sum()), devices.count
     ends = np.arange(count + 1) * size // count
     ranks = [range(ends[i], ends[i + 1]) for i in devices.local]
     if assignment == "interleaved":
@@ -107,14 +107,18 @@ def sample_sort(
 
 
 def _sorted_parts(
-    layout: KeyLayout, composite: Composite, devices: Devices
+    parts: list[np.ndarray], sizes: np.ndarray, devices: Devices
 ) -> list[np.ndarray]:
-    """Returns the sorted composite keys of each local device."""
-    parts = _on_each(composite.encode, layout.parts, layout.first)
+    """Returns the sorted composite keys of each local device; `parts` is cleared.
+
+    `sizes` are the numbers of keys of all devices, `[D]`.
+    """
     _on_each(lambda part: part.sort(), parts)
     if devices.count == 1:
         return parts
-    counts = _counts(parts, layout.sizes, devices)
+    ranks = np.arange(1, devices.count) * int(sizes.sum()) // devices.count
+    cuts = cut_positions(parts, sizes, ranks, devices)
+    counts = np.diff(cuts, axis=1, prepend=0, append=sizes[:, None])
     received = exchange_runs(parts, counts, devices)
     # Frees the sent keys before the received keys are sorted.
     parts.clear()
@@ -125,24 +129,12 @@ def _sorted_parts(
     return received
 
 
-def _counts(parts: list[np.ndarray], sizes: np.ndarray, devices: Devices) -> np.ndarray:
-    """Returns `[D, D]`, the number of keys from each device to each device."""
-    size = int(sizes.sum())
-    ranks = np.arange(1, devices.count) * size // devices.count
-    cuts = cut_positions(parts, sizes, ranks, devices)
-    ends = np.concatenate([cuts, sizes[:, None]], axis=1)
-    return np.diff(ends, axis=1, prepend=0)
-
-
 def _deal(
     parts: list[np.ndarray], ends: np.ndarray, devices: Devices
 ) -> list[np.ndarray]:
     """Sends the key of rank r to device `r % D`.
 
-    Args:
-      parts: the sorted keys of each local device.
-      ends: `[D + 1]`: device d has the ranks from `ends[d]` to `ends[d + 1] - 1`.
-      devices: the devices of all processes.
+    Before, device d has the ranks from `ends[d]` to `ends[d + 1] - 1`.
     """
     count = devices.count
     offsets = (np.arange(count) - ends[:-1, None]) % count

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import grain
 import numpy as np
 
-from jaxbucket.base.checks import check_function, with_article
+from jaxbucket.base.checks import check_function
 from jaxbucket.base.notes import Noting
 from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.data.example import Example
@@ -130,8 +130,8 @@ class LoaderDataset(grain.IterDataset[Example]):
         iterator = iter(self._loader)
         if iterator is self._loader and self._is_read:
             raise ValueError(
-                f"`loader` is {with_article(self._loader)}, which can be read only "
-                "once. Pass an object that returns a new iterator each time."
+                f"`loader` is of type {type(self._loader).__name__}, which can be read "
+                "only once. Pass an object that returns a new iterator each time."
             )
         self._is_read = True
         return iterator

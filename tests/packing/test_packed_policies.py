@@ -138,7 +138,7 @@ def test_packed_shapes_cost_about_as_little_as_the_best_of_a_grid(seed):
     choice = jb.plan_packing(lengths, num_buckets=2, pack="always", **options)
     matrix = np.stack(list(lengths.values()), axis=1)
     limits = Limits(sequences=NAMES, **options)
-    search = RowSearch(matrix, limits, None, False)
+    search = RowSearch(matrix, limits, 10**6, False)
     grid = itertools.product(range(16, 65, 16), range(16, 49, 16))
     pairs = [[shape, search.last] for shape in grid if shape != search.last]
     best = min(search.of_all(shapes).cost for shapes in pairs)

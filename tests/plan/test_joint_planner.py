@@ -31,15 +31,6 @@ def check_filled(plan, pairs):
         assert empty < plan.batch_size_multiple
 
 
-def plan_of(lengths, num_buckets=8, boundaries="optimal", **limits):
-    return jb.plan.plan_within(
-        lengths,
-        jb.plan.Limits(**limits),
-        num_buckets=num_buckets,
-        boundaries=boundaries,
-    )
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_is_within_its_limits_and_holds_every_pair(seed):
     pairs = make_pairs(seed)
@@ -48,7 +39,8 @@ def test_a_plan_is_within_its_limits_and_holds_every_pair(seed):
         "seq_len_multiple": [1, {"source": 4, "target": 2}][seed % 2],
         "max_batch_size": [None, 16][seed // 2 % 2],
     }
-    plan = plan_of(pairs, max_tokens=1000, num_buckets=5, **options)
+    limits = jb.plan.Limits(max_tokens=1000, **options)
+    plan = jb.plan.plan_within(pairs, limits, num_buckets=5)
     assert len(plan) <= 5
     assert (plan.assign(pairs) >= 0).all()
     for bucket in plan.buckets:

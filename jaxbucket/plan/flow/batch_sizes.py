@@ -131,8 +131,8 @@ def fitted_between(
     the least one, but never above that of the largest steps.
 
     Args:
-      sizes: the possible steps of K shapes.
-      counts: `[K]` integers, the number of examples in each bucket.
+      sizes: as for `fitted`.
+      counts: as for `fitted`.
       dominates: `[K, K]` bool, `above` of `flow_remainders`.
 
     Returns:

@@ -32,17 +32,11 @@ def search_targets(
     cannot be completed to a cheaper epoch. If thousands of them remain, the least
     promising are discarded as well.
 
-    Args:
-      counts: `[K]` int64, the number of examples in each bucket.
-      batch_sizes: `[K]` int64, the B of each bucket.
-      costs: `[K]` numbers, the cost of a batch of each bucket.
-      above: `[K, K]` bool, whether bucket j can take the remainder of bucket k at
-        `[k, j]`.
-      limit: the cost that an epoch has to be below.
+    The arguments are those of `flow_remainders`.
 
     Returns:
       `[K]` int64, -1 for a remainder that is padded; None if no choice that costs less
-      than the limit was found.
+      than `limit` was found.
     """
     costs = costs.astype(np.float64)
     width = max(1, _WORK // len(counts) ** 2)

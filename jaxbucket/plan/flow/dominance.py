@@ -11,15 +11,11 @@ import numpy as np
 
 
 def fits(lengths: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """Returns whether each shape holds each example, `[N, K]` bool.
+    """Returns whether each shape, `[K, Q]`, holds each example, `[N, Q]`, as `[N, K]`.
 
     Example:
       >>> fits(np.array([[3, 9]]), np.array([[4, 8], [4, 16]]))
       array([[False,  True]])
-
-    Args:
-      lengths: `[N, Q]` integers, the lengths of the sequences of each example.
-      seq_lens: `[K, Q]` integers, the T of each shape.
     """
     held = np.ones((len(lengths), len(seq_lens)), bool)
     for column, ends in zip(lengths.T, seq_lens.T, strict=True):
@@ -30,32 +26,27 @@ def fits(lengths: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
 def dominates(seq_lens: np.ndarray) -> np.ndarray:
     """Returns whether shape j holds all examples of shape k, `[K, K]` bool at `[k, j]`.
 
-    No shape dominates itself or an equal shape.
+    No shape dominates itself or an equal shape. `seq_lens` are `[..., K, Q]`, the T of
+    each shape of one or several plans.
 
     Example:
       >>> dominates(np.array([[4, 8], [8, 4], [8, 8]])).astype(int)
       array([[0, 0, 1],
              [0, 0, 1],
              [0, 0, 0]])
-
-    Args:
-      seq_lens: `[..., K, Q]` integers, the T of each shape of one or several plans.
     """
     lower, upper = seq_lens[..., :, None, :], seq_lens[..., None, :, :]
     return (lower <= upper).all(axis=-1) & (lower != upper).any(axis=-1)
 
 
 def is_maximal(seq_lens: np.ndarray) -> np.ndarray:
-    """Returns whether no other shape dominates a shape, `[K]` bool.
+    """Returns whether no other of `[K, Q]` shapes dominates a shape, `[K]` bool.
 
     Every example that a shape holds is held by one of these.
 
     Example:
       >>> is_maximal(np.array([[4, 8], [8, 4], [2, 2]])).astype(int)
       array([1, 1, 0])
-
-    Args:
-      seq_lens: `[K, Q]` integers, the T of each shape.
     """
     return np.asarray(~dominates(seq_lens).any(axis=1))
 
@@ -63,14 +54,12 @@ def is_maximal(seq_lens: np.ndarray) -> np.ndarray:
 def shape_order(seq_lens: np.ndarray) -> np.ndarray:
     """Returns the order of shapes in a plan: by the sum of T, then by T, `[K]` indices.
 
-    So a shape that dominates another is always later.
+    So a shape that dominates another is always later. `seq_lens` are `[..., K, Q]`, the
+    T of each shape of one or several plans.
 
     Example:
       >>> shape_order(np.array([[8, 8], [8, 4], [4, 8]]))
       array([2, 1, 0])
-
-    Args:
-      seq_lens: `[..., K, Q]` integers, the T of each shape of one or several plans.
     """
     columns = [seq_lens[..., q] for q in reversed(range(seq_lens.shape[-1]))]
     return np.lexsort([*columns, seq_lens.sum(axis=-1)])

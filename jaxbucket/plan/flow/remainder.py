@@ -63,15 +63,10 @@ def epoch_flow(
     costs: np.ndarray,
     remainder: Remainder = "cheapest",
 ) -> RowFlow:
-    """Returns the rows and batches of an epoch, for batches of any size.
+    """Returns `flow_remainders` between the buckets of a plan.
 
-    Args:
-      plan: the buckets.
-      counts: `[K]` integers, the number of examples that each bucket is assigned.
-      batch_sizes: `[K]` integers, the rows of a batch of each bucket; of several
-        batches if they are filled together.
-      costs: `[K]` numbers, which are proportional to the cost of such a batch.
-      remainder: the policy for examples that do not fill a batch.
+    `batch_sizes` are the rows of several batches if these are filled together, and
+    `costs` are proportional to the cost of these batches.
     """
     above = dominates(plan.seq_lens) if plan.sequences else None
     return flow_remainders(counts, batch_sizes, costs, remainder, above)
@@ -203,12 +198,7 @@ def _cheapest_of_each(
 
 
 def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
-    """Returns the cost of an epoch, with Python integers if the costs are integers.
-
-    Args:
-      batches: `[K]` integers, the number of batches of each bucket.
-      costs: `[K]` integers or floats, the cost of a batch of each bucket.
-    """
+    """Returns the cost of an epoch of `[K]` batches, exactly if costs are integers."""
     if costs.dtype.kind == "f":
         return (batches * costs).sum().item()
     pairs = zip(batches.tolist(), costs.tolist(), strict=True)

@@ -161,12 +161,7 @@ class StepSizes:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the smallest steps that hold all rows in as few steps as possible.
 
-        Args:
-          shape: `[n]` integers, the indices of shapes.
-          rows: `[n]` integers, the rows to hold.
-
-        Returns:
-          `[n]` integers, the rows of a step; and `[n]` integers, the number of steps.
+        These are the rows of a step, `[n]`, and the number of steps, `[n]`.
         """
         steps = -(-rows // self.most[shape])
         multiples = self.multiples[shape]

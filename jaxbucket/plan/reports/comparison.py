@@ -14,22 +14,21 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.sizes import Counted, check_same_sequences, lengths_matrix
-from jaxbucket.base.table import Record
-from jaxbucket.plan.candidates import Candidates
-from jaxbucket.plan.flow.remainder import Remainder
-from jaxbucket.plan.formatting import (
+from jaxbucket.base.table import (
+    Record,
     count_shapes,
     format_cost,
     format_number,
     number_table,
 )
+from jaxbucket.plan.candidates import Candidates
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.joint_planner import fitted_plan, plan_sequences
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.nested import nested_shapes
 from jaxbucket.plan.optimal import Optimum
 from jaxbucket.plan.planner import RULES
-from jaxbucket.plan.reports.epoch import report
-from jaxbucket.plan.reports.epoch_report import Report
+from jaxbucket.plan.reports.epoch import Report, report
 
 OPTIMAL = "optimal"
 BY_TOKENS = "optimal by tokens"

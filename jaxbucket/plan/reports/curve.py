@@ -12,9 +12,8 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_float, check_positive
 from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.sizes import Counted
-from jaxbucket.base.table import Record
+from jaxbucket.base.table import Record, count_shapes, format_cost, number_table
 from jaxbucket.plan.costs import SECONDS, unit_of
-from jaxbucket.plan.formatting import count_shapes, format_cost, number_table
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.planner import plan_within
 from jaxbucket.plan.reports.epoch import report

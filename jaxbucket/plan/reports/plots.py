@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.length_counts import LengthCounts
+from jaxbucket.base.table import count_shapes, format_cost
 from jaxbucket.plan.chunks import kept_lengths
-from jaxbucket.plan.formatting import count_shapes, format_cost
 from jaxbucket.plan.reports.comparison import ComparedPlan, Comparison
 from jaxbucket.plan.reports.curve import PlanCurve
 from jaxbucket.plan.reports.epoch import Report, report
