@@ -504,7 +504,7 @@ def test_a_loss_that_needs_keys_is_not_called_without_them():
     ("batch", "message"),
     [
         (batch_of_floats(num_examples=1), "`batch` has 1 rows with examples"),
-        ({"x": 1}, "`batch` is a dict"),
+        ({"x": 1}, "`batch` is of type dict"),
     ],
 )
 def test_a_batch_without_two_filled_rows_is_refused(batch, message):

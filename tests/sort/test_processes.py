@@ -207,7 +207,7 @@ def check_written(index, lines):
     _, whole, others, unshared, local, order, source, shape, dtype = lines
     assert "`num_examples=10007`" in whole
     assert "`mesh` is of a different kind" in order
-    assert "`source`" in source and "differ from" in source
+    assert "`source`" in source and "differ in the processes" in source
     assert "Pass a folder that all processes share" in unshared
     assert "`mesh` is of a different kind" in local
     assert "has an index of different difficulties" in others
