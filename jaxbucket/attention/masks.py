@@ -42,7 +42,7 @@ def attention_mask(
         such as inputs that targets attend to; by default `segment_ids`.
 
     Returns:
-      `[B, 1, T, S]` bool: batch, heads, queries, keys.
+      `[B, 1, T, S]` bool, by batch, head, query and key.
 
     Raises:
       ValueError: if both `positions` and `key_segment_ids` are given.

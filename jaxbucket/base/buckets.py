@@ -309,7 +309,7 @@ class BucketPlan:
           lengths: as for `check`.
 
         Returns:
-          `[N]` int16: an index into `buckets`, or -1 for an example that
+          `[N]` int16, an index into `buckets`, or -1 for an example that
           `overlong="drop"` leaves out.
 
         Raises:

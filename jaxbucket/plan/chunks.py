@@ -28,7 +28,7 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
         holds the rest.
 
     Returns:
-      `[M]` int32: the chunk lengths of the first example, then of the second, and so
+      `[M]` int32, the chunk lengths of the first example, then of the second, and so
       on.
 
     Raises:
