@@ -31,7 +31,8 @@ def unbatch(
       batch: a batch of numpy arrays or fully addressable `jax.Array`s.
       sequences: names of the features that were padded. By default all features of
         shape `[B, T, ...]`; pass the names if other features happen to have that shape.
-        With several sequences: a mapping, as for `collate_rows`.
+        With several sequences: a mapping, as for `collate_rows`, which may leave out
+        those without a feature; `[]` if no feature was padded.
       max_segments: maximum number of examples in a packed row; None for unpacked rows.
 
     Returns:
@@ -43,14 +44,7 @@ def unbatch(
     """
     ids = {name: np.asarray(x) for name, x in batch.segment_ids.items()}
     features = {name: np.asarray(value) for name, value in batch.features.items()}
-    if len(ids) > 1 or isinstance(sequences, Mapping):
-        axes = ExampleSpec(features, sequences, list(ids)).axes
-    else:
-        ((key, segment_ids),) = ids.items()
-        shape = segment_ids.shape
-        named = [name for name, x in features.items() if x.shape[:2] == shape]
-        listed = named if sequences is None else listed_names(sequences)
-        axes = dict.fromkeys(listed, (key,))
+    axes = _axes(features, sequences, ids)
     _check_shapes(features, axes, ids, max_segments)
     numbers = Batch(features, ids, {}).segments_per_row
     examples = []
@@ -72,6 +66,30 @@ def unbatch(
                 example[name] = value[(row, *spans) if name in axes else place]
             examples.append(example)
     return examples
+
+
+def _axes(
+    features: Mapping[str, np.ndarray],
+    sequences: Sequences,
+    ids: Mapping[str, np.ndarray],
+) -> Mapping[str, Sequence[str]]:
+    """Returns the sequences of the axes after B of each feature that was padded."""
+    if isinstance(sequences, Mapping):
+        # Outputs of a model, unlike examples, need not have all sequences.
+        lacking = {x for x in ids if x not in features and not sequences.get(x)}
+        sequences = {x: y for x, y in sequences.items() if x not in lacking}
+        names = [x for x in ids if x not in lacking]
+    else:
+        names = list(ids)
+    if sequences is not None and not sequences:
+        return {}
+    if len(ids) > 1 or isinstance(sequences, Mapping):
+        return ExampleSpec(features, sequences, names).axes
+    ((key, segment_ids),) = ids.items()
+    shape = segment_ids.shape
+    named = [name for name, x in features.items() if x.shape[:2] == shape]
+    listed = named if sequences is None else listed_names(sequences)
+    return dict.fromkeys(listed, (key,))
 
 
 def _check_shapes(

@@ -122,8 +122,8 @@ def predict(
       state: a state that holds the model; it needs no optimizer.
       batches: the batches of exactly one epoch, in which each example appears once.
       sequences: the outputs of shape `[B, T, ...]` whose padding is removed; `[]` if
-        there are none. If examples have several sequences, a mapping from each to its
-        outputs; an output in two of them has shape `[B, T, T', ...]`. If rows are
+        there are none. If examples have several sequences, a mapping from those with
+        outputs to these; an output in two has shape `[B, T, T', ...]`. If rows are
         packed, all other outputs have shape `[B, S, ...]`, with an entry for each of
         the `max_segments` S that a row may hold.
       progress: whether to show a progress bar on a terminal.

@@ -125,6 +125,37 @@ def test_only_named_sequences_lose_their_padding():
     assert lengths <= {bucket.seq_len for bucket in schedule.plan.buckets}
 
 
+@pytest.mark.parametrize(
+    ("sequences", "is_padded"),
+    [([], True), ({"b": ["of_b"]}, False), ({"a": [], "b": ["of_b"]}, False)],
+)
+def test_outputs_need_not_have_all_sequences_of_the_examples(sequences, is_padded):
+    rng = np.random.default_rng(0)
+    source = [
+        {"a": rng.normal(size=m), "b": rng.normal(size=n)}
+        for m, n in rng.integers(1, 9, (30, 2))
+    ]
+    lengths = jb.measure_lengths(source, sequences={"a": ["a"], "b": ["b"]})
+    plan = jb.plan_buckets(lengths, max_tokens=128, num_buckets=3)
+    mesh, _ = make_mesh("1")
+    batches = jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh)
+
+    def both(params, batch):
+        b = batch.features["b"]
+        return {"sum": batch.features["a"].sum(axis=1), "of_b": 2 * b}
+
+    step = jb.make_predict_step(both, mesh)
+    outputs = jb.predict(step, make_state(mesh), batches, sequences=sequences)
+    for output, example in zip(outputs, source, strict=True):
+        np.testing.assert_allclose(output["sum"], example["a"].sum(), rtol=1e-5)
+        of_b = output["of_b"][: len(example["b"])]
+        np.testing.assert_allclose(of_b, 2 * example["b"], rtol=1e-6)
+        assert is_padded or len(output["of_b"]) == len(example["b"])
+    for wrong in (["of_b"], {"of_b": ["of_b"]}, {"b": ["sum"]}, {"b": ["missing"]}):
+        with pytest.raises(ValueError, match="`sequences"):
+            jb.predict(step, make_state(mesh), batches, sequences=wrong)
+
+
 def test_sequences_must_name_outputs_of_shape_b_t():
     source, schedule = make_job()
     mesh, _ = make_mesh("1")
