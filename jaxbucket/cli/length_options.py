@@ -37,7 +37,8 @@ _READING = all_of(
         metavar="NUMBER",
         multiple=True,
         help="Multiply lengths by this number and round up, such as 100 for seconds if "
-        "there are 100 frames per second. Give it once for all columns, or for each.",
+        "there are 100 frames per second. Give it once for each column, as 1 for text, "
+        "or once for all columns of numbers.",
     ),
     click.option(
         "--length-fn",

@@ -64,8 +64,9 @@ def read_lengths(
         if there are several.
       measure: the unit in which text is measured, or a function from a value to its
         length.
-      scales: one number for each column, or one for all. Lengths are multiplied by it
-        and rounded up. Required if numbers are not integers, such as seconds.
+      scales: one number for each column, or one for all if none is measured. Lengths
+        are multiplied by it and rounded up. Required if numbers are not integers, such
+        as seconds.
 
     Returns:
       `[N]` int32 from 1 to 2**31 - 1 for each of `columns`; one array by default. With
@@ -89,10 +90,11 @@ def read_lengths(
                     read[name] = _results(measure, values.tolist(), name, 0)
         else:
             read = _read_table(path, suffix, columns, measure)
-    if len(scales) not in {0, 1, len(read)}:
+    # Text beside numbers has another scale.
+    if len(scales) not in {0, len(read)} and (len(scales) > 1 or measure):
         raise ValueError(
-            f"`scale={[*scales]}` for the columns {[*read]}: pass one for all of them, "
-            "or one for each."
+            f"`scale={[*scales]}` for the columns {[*read]}: pass one for each, such "
+            "as 1 for text, or a single one for all columns of numbers."
         )
     found = []
     each = itertools.cycle(scales or [None])

@@ -148,7 +148,7 @@ class LoaderDataset(grain.IterDataset[Example]):
         Raises:
           ValueError: if `to_example` returns something else.
         """
-        with Noting("This is the result of `to_example`."):
+        with Noting("This is of `to_example`. Pass `list` for lists of examples."):
             converted: Any = self._to_example(element)
             is_one = isinstance(converted, Mapping)
             examples: list[Any] = [converted] if is_one else list(converted)

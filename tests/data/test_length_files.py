@@ -150,6 +150,11 @@ def test_each_column_may_have_its_own_scale(write):
         read_lengths(path, ["s", "n"], scales=[1, 2, 3])
     with pytest.raises(ValueError, match="`scale"):
         read_lengths(path, ["s"], scales=[1, 2])
+    path = write("c.jsonl", json_lines(s=[1.5, 2], text=["to be", ""]))
+    both = read_lengths(path, ["s", "text"], "characters", scales=[100, 1])
+    assert [x.tolist() for x in both] == [[150, 200], [5, 0]]
+    with pytest.raises(ValueError, match="`scale"):
+        read_lengths(path, ["s", "text"], "characters", scales=[100])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.5, 0.0, 1e300])
