@@ -110,7 +110,8 @@ def read_lengths(
             lengths = lengths if scale is None else _scaled(lengths, scale)
             least = int(len(read) == 1)
             found.append(check_lengths(lengths, least=least).astype(np.int32))
-    if len(found) > 1:
+    # Columns of different sizes are not those of the same examples.
+    if len(found) > 1 and len({*map(len, found)}) == 1:
         with Noting(f"These are columns of `{path}`."):
             lengths_matrix(dict(zip(read, found, strict=True)), list(read))
     return found
@@ -172,8 +173,8 @@ def _read_table(
             values = batch.column(name)
             is_number = types.is_integer(values.type) or types.is_floating(values.type)
             # Of several columns, the unit is that of those with text.
-            has_none = is_number and len(names) > 1 and not callable(measure)
-            use = None if has_none else measure
+            is_length = is_number and len(names) > 1 and not callable(measure)
+            use = None if is_length else measure
             parts[name].append(_lengths_of(values, name, row, use))
         row += len(batch)
     empty = [np.zeros(0, int)]

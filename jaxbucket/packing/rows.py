@@ -109,7 +109,7 @@ class Packing:
         """`[R]` int64, the number of slots in each row."""
         return np.diff(self.row_splits)
 
-    @property
+    @functools.cached_property
     def fill(self) -> float:
         """The share of all positions, padding included, that hold a token."""
         shapes = np.array([each_size(x) for x in self.seq_lens])

@@ -14,6 +14,7 @@ from jaxbucket.base.checks import (
     MAX_TOKENS,
     check_accumulate,
     check_cost,
+    check_integer,
     check_positive,
 )
 from jaxbucket.base.notes import Noting
@@ -109,8 +110,11 @@ class Limits:
             value = getattr(self, name)
             if name == "min_batch_size" or not callable(value):
                 self._set(name, check_positive(name, value))
-        if self.max_batch_size is not None:
-            most = check_positive("max_batch_size", self.max_batch_size)
+        if (most := self.max_batch_size) is not None:
+            least, multiple = self.min_batch_size, self.batch_size_multiple
+            if not callable(multiple):
+                least = -(-least // multiple) * multiple
+            most = check_integer("max_batch_size", most, least=least)
             self._set("max_batch_size", most)
         budget: Any = self.max_tokens
         is_list = isinstance(budget, Sequence) and not isinstance(budget, str)
@@ -276,9 +280,7 @@ class Limits:
         return [Sizes(dict(zip(self.sequences, row, strict=True))) for row in rows]
 
     def costs(self, batch_sizes: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """Returns the cost of a step of each shape, `[n]` float64.
-
-        Without a `cost_fn`, it is the tokens as int64.
+        """Returns the cost of a step of each shape, `[n]`: by default its tokens.
 
         Raises:
           ValueError: if `cost_fn` returns a cost that is not positive.

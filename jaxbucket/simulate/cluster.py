@@ -37,8 +37,8 @@ class Cluster:
       num_hosts: the number of hosts.
       devices_per_host: the number of devices of each.
       step_seconds: `(batch_size, seq_len)` -> the mean seconds that a host computes in
-        a step of this global batch, such as `Calibration.cost`; None for the costs of
-        the plan, which are then in seconds.
+        a step of this global batch, such as the `Calibration.cost` of all hosts; None
+        for the costs of the plan, which are then in seconds.
       skew: how the times of hosts differ in a step: the standard deviation of their
         logarithm, or measured factors of the mean host of the same step. All hosts wait
         for the slowest one in every step. 0 if `step_seconds` are of steps on all
@@ -137,6 +137,14 @@ class Cluster:
         skew = np.asarray(self.skew, np.float64)
         return float(skew.mean()) if skew.ndim else 1.0
 
+    @property
+    def mean_fault_gap(self) -> float:
+        """The mean seconds until the first host fails."""
+        if self.hours_between_faults is None:
+            return float(np.finfo(np.float64).max)
+        hours = np.asarray(self.hours_between_faults, np.float64)
+        return float(hours.mean()) * _SECONDS_PER_HOUR / self.num_hosts
+
     def fault_gaps(self, rng: np.random.Generator, number: int) -> np.ndarray:
         """Returns draws of the seconds until the first host fails, `[number]`.
 
@@ -144,12 +152,10 @@ class Cluster:
         distributed exponentially (Palm and Khintchine's theorem).
         """
         if self.hours_between_faults is None:
-            return np.full(number, np.finfo(np.float64).max)
-        hours = np.asarray(self.hours_between_faults, np.float64)
-        if hours.ndim and self.num_hosts == 1:
-            return rng.choice(hours, number) * _SECONDS_PER_HOUR
-        mean = hours.mean() * _SECONDS_PER_HOUR / self.num_hosts
-        return rng.exponential(mean, number)
+            return np.full(number, self.mean_fault_gap)
+        if np.ndim(self.hours_between_faults) and self.num_hosts == 1:
+            return rng.choice(self.hours_between_faults, number) * _SECONDS_PER_HOUR
+        return rng.exponential(self.mean_fault_gap, number)
 
 
 def _checked(name: str, value: Any) -> float | np.ndarray:

@@ -162,7 +162,8 @@ def _replayed(work: float, num_steps: int, cluster: Cluster) -> tuple[int, np.nd
     if not np.isfinite(costs).all():
         raise ValueError(
             f"`checkpoint_steps={interval}` take {interval * step:,.0f} s, and no such "
-            "time passes without a fault. Lower it, or `num_hosts`."
+            "time passes without a fault. Lower it or `num_hosts`, or pass more "
+            "`hours_between_faults`."
         )
     return interval, costs
 
@@ -207,7 +208,8 @@ def _batches_of(counts: BatchCounts, steps: list[int]) -> np.ndarray:
     places = {bucket: place for place, bucket in enumerate(counts.plan.buckets)}
     for row, step in enumerate(steps):
         for bucket, examples in counts.micro_batches(step) if step >= 0 else ():
-            numbers[:, row, places[bucket]] += 1, examples
+            numbers[0, row, places[bucket]] += 1
+            numbers[1, row, places[bucket]] += examples
     return numbers
 
 

@@ -37,7 +37,23 @@ def estimate_steps(
     max_segments: int | None = None,
     accumulate: int = 1,
 ) -> StepEstimate:
-    """Returns the steps of an epoch, from a sample of lengths, `[N]` or `[N, Q]`."""
+    """Returns the steps of a stream of some number of examples.
+
+    Example: half of the examples fill batches of 300 rows, and half of 150.
+      >>> import jaxbucket as jb
+      >>> lengths = np.random.default_rng(0).integers(1, 3, size=1000)
+      >>> plan = jb.plan_buckets(lengths, max_tokens=300, num_buckets=2, sample=True)
+      >>> steps, error = estimate_steps(plan, lengths, num_examples=300_000)
+      >>> round(steps), round(error)
+      (1538, 22)
+
+    Args:
+      plan: the shapes.
+      lengths: `[N]` or `[N, Q]` integers, a sample of at least 16 lengths.
+      num_examples: the number of examples in an epoch, at least that of the sample.
+      max_segments: as for `rows_by_bucket`.
+      accumulate: the number of micro-batches of a step.
+    """
     if not _PARTS <= len(lengths) <= num_examples:
         raise ValueError(
             f"`num_examples={num_examples}` is estimated from {len(lengths)} "

@@ -317,7 +317,8 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             "state. Call `set_state` with a saved state."
         )
         self._reader.restore(snapshot)
-        self._lockstep.restore(step, current and Round(*current))
+        current = None if current is None else Round(*current)
+        self._lockstep.restore(step, current)
         while self._reader.counts.read < counts.read:
             examples = self._reader.read()
             if not examples:

@@ -156,7 +156,9 @@ class StreamReader:
 
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
-            policies = ", ".join(map(repr, self.limits.policies))
+            policies = self.limits.policies
+            if names := self.limits.names:
+                policies = dict(zip(names, policies, strict=True))
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example that is kept under "
                 f"`overlong={policies}`. Check its source."

@@ -3,9 +3,9 @@
 `loader` yields the batches, and `state` defines the training state. `loss` describes
 the contract of losses, which return sums over rows. `step` and `accumulation` build
 train and evaluation steps from a loss; a train step combines `gradients` and an
-`update`. `modes` runs them by jit or shard_map. `prediction` returns outputs in the
-order of the source. `checkpoint` saves a state with its position in the data, and
-`calibration` measures step times.
+`update`. `modes` runs them by jit or shard_map, and `pmap` on every device.
+`prediction` returns outputs in the order of the source. `checkpoint` saves a state with
+its position in the data, and `calibration` measures step times.
 """
 
 from jaxbucket.base.lazy import lazy_names as _lazy_names

@@ -140,6 +140,12 @@ def test_float32_is_scaled_without_its_rounding_errors(tmp_path):
     assert found.tolist() == frames.tolist()
 
 
+def test_columns_of_different_sizes_are_measured(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.arange(1, 5), y=np.arange(1, 4))
+    found = read_lengths(tmp_path / "a.npz", ["x", "y"])
+    assert [len(x) for x in found] == [4, 3]
+
+
 def test_each_column_may_have_its_own_scale(write):
     path = write("a.csv", "s,n\n1.5,3\n0.25,4\n")
     both = read_lengths(path, ["s", "n"], scales=[100, 1])

@@ -126,6 +126,12 @@ def test_invalid_limits_are_refused(name, options):
         plan_of(np.append(LENGTHS, 500), **{"max_tokens": 4096, **options})
 
 
+def test_a_largest_batch_size_below_the_smallest_is_refused_at_once():
+    for options in ({"min_batch_size": 5}, {"batch_size_multiple": 4}):
+        with pytest.raises(ValueError, match="`max_batch_size"):
+            Limits(max_tokens=99, max_batch_size=3, **options)
+
+
 # Given shapes
 
 

@@ -179,6 +179,20 @@ def test_a_replay_is_that_of_a_plain_loop():
         np.testing.assert_allclose(found[:, 0], expected)
 
 
+@pytest.mark.parametrize(("work", "hours"), [(4_200, 78), (14_000, 78), (90_000, 9)])
+def test_the_interval_loses_least_where_faults_are_rare(work, hours):
+    cluster = Cluster(
+        hours_between_faults=hours, restart_seconds=120, checkpoint_seconds=5
+    )
+    best = best_interval(work, 1.0, cluster)
+    # The same faults in all runs.
+    costs = [
+        replay(work, round(best * x), cluster, num_runs=100_000).sum(axis=0).mean()
+        for x in (0.5, 0.7, 0.85, 1, 1.15, 1.4, 2)
+    ]
+    assert costs[3] < 1.02 * min(costs)
+
+
 def test_the_interval_loses_least():
     step, checkpoint = 2.0, 30.0
     cluster = Cluster(
