@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec
 
 import jaxbucket as jb
 from jaxbucket.cli import main
-from jaxbucket.compile.absent import GPUS, absent_devices, memory_limit
+from jaxbucket.compile.absent import absent_devices, memory_limit
+from jaxbucket.compile.gpu_targets import GPUS
 from jaxbucket.compile.recipes import precompile
 
 TPU = pytest.mark.skipif(
