@@ -278,7 +278,7 @@ class Processes:
 
         Args:
           position: the starting position of this process, from
-            `BatchDataset.position`: its step, plan, data and schedule.
+            `MeshLoader.position`: its step, plan, data and schedule.
           mesh: the mesh that this process uses.
           extra: further fields that must be equal, serializable as JSON.
 

@@ -36,8 +36,9 @@ REMEDIES = {
         'train with `mode="jit"`, and check it with `mode="jit"`.'
     ),
     "together with a device that has only empty rows": (
-        "Empty rows count. Multiply by `batch.mask`, and do not divide by a number "
-        "that is 0 if every row is empty."
+        "Empty rows count. Multiply by `batch.mask`, of one of several sequences "
+        "`batch.segment_ids[name] > 0`, and do not divide by a number that is 0 if "
+        "every row is empty."
     ),
     "with different values in its padding": (
         "Padding counts. Multiply by `batch.mask` before summing, and do not attend to "
