@@ -125,7 +125,7 @@ def test_a_recipe_compiles_for_absent_devices(topology):
         # TPUs gather them in bfloat16, in which they multiply.
         assert other.collectives["all-gather"]["bytes"] >= size / 2
         assert (one.hbm_bytes is not None) == topology.startswith("v5e")
-    assert "all-gather" in str(sharded.report) and "peak" in str(sharded.report)
+    assert "all-gather" in str(sharded) and "peak" in str(sharded)
     # Outside of the block, the devices of this process are used again.
     assert list(jb.data_mesh().devices.flat) == jax.devices()
 
