@@ -113,7 +113,8 @@ def precompile(
     for p in above:
         click.echo(
             f"{p.name} {p.label} needs {_missing(p.peak_bytes, limit)}. Find a "
-            "--max-tokens that fits with `jaxbucket fit`, or increase --memory-gb.",
+            "--max-tokens that fits with `jaxbucket fit`, with this T in --seq-lens, "
+            "or increase --memory-gb.",
             err=True,
         )
     for name in not_kept:
