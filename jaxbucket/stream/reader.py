@@ -156,12 +156,13 @@ class StreamReader:
 
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
-            policies = self.limits.policies
-            if names := self.limits.names:
-                policies = dict(zip(names, policies, strict=True))
+            limits = self.limits
+            policies: Any = limits.policies[0]
+            if limits.names:
+                policies = dict(zip(limits.names, limits.policies, strict=True))
             raise ValueError(
                 f"Epoch {self._epoch} of the stream has no example that is kept under "
-                f"`overlong={policies}`. Check its source."
+                f"`overlong={policies!r}`. Check its source."
             )
         if self._epoch + 1 == self.examples.num_epochs:
             self.counts.ended = True
