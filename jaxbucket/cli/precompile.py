@@ -6,6 +6,8 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +21,9 @@ from jaxbucket.cli.options import (
 )
 from jaxbucket.cli.output import show
 from jaxbucket.cli.report import read_plan
+
+if TYPE_CHECKING:
+    from jaxbucket.compile.report import ProgramReport
 
 _FOLDER = click.Path(file_okay=False, path_type=pathlib.Path)
 
@@ -108,21 +113,33 @@ def precompile(
             "seconds": seconds,
         }
         show(form, numbers, report)
+    problems = [*_problems(failures, above, limit, not_kept, cache)]
+    for problem in problems:
+        click.echo(problem, err=True)
+    if problems:
+        sys.exit(1)
+
+
+def _problems(
+    failures: dict[str, str],
+    above: list[ProgramReport],
+    limit: float,
+    not_kept: list[str],
+    cache: pathlib.Path | None,
+) -> Iterator[str]:
+    """Yields what is wrong with each program, and what to do about it."""
     for name, error in failures.items():
-        click.echo(f"{name}: {error}", err=True)
+        yield f"{name}: {error}"
     for p in above:
-        click.echo(
+        yield (
             f"{p.name} {p.label} needs {_missing(p.peak_bytes, limit)}. Find a "
             "--max-tokens that fits with `jaxbucket fit`, with this T in --seq-lens, "
-            "or increase --memory-gb.",
-            err=True,
+            "or increase --memory-gb."
         )
     for name in not_kept:
-        click.echo(
-            f"{name} could not be stored in {cache}, so the job will compile it again.",
-            err=True,
+        yield (
+            f"{name} could not be stored in {cache}, so the job will compile it again."
         )
-    sys.exit(bool(failures or above or not_kept))
 
 
 def _missing(peak: int | None, limit: float) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jaxbucket as jb
 from jaxbucket.sharding import global_batch
-from jaxbucket.train import loader as loader_module
+from jaxbucket.train import waiting
 
 MESH = jb.data_mesh(jax.devices()[:2])
 LENGTHS = np.random.default_rng(0).integers(1, 20, 90)
@@ -321,14 +321,14 @@ def test_a_context_of_64_bits_holds_for_batches_made_ahead():
 
 def test_data_wait_is_the_share_of_the_last_steps_spent_waiting(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(loader_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(waiting.time, "perf_counter", lambda: now[0])
 
     def loading(seconds):
         for wait in seconds:
             now[0] += wait
             yield wait
 
-    meter = loader_module.Waiting(num_steps=3)
+    meter = waiting.Waiting(num_steps=3)
     assert meter.share == 0
     shares = []
     # The first wait is that of the start, and each step takes 4 seconds.
