@@ -206,7 +206,8 @@ def measure_difficulty(
       source: random-access source of examples.
       difficulty_fn: function from an example to a finite number; or a mapping from the
         name of each metric to such a function.
-      num_workers, progress: as for `measure_lengths`.
+      num_workers: as for `measure_lengths`.
+      progress: as for `measure_lengths`.
       cache: folder in which measured values are stored. Processes may use the same
         folder or folders of their own. Later runs read these files, and a run that was
         killed measures only the shares that are missing.

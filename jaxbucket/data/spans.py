@@ -198,7 +198,8 @@ def concat_then_split(
     Args:
       source: random-access source of examples.
       max_seq_len: number of tokens T in every row.
-      lengths, sequences: as for `split_source`.
+      lengths: as for `split_source`.
+      sequences: as for `split_source`.
       seed: seed of the order in which examples are concatenated.
 
     Returns:
@@ -268,7 +269,8 @@ def join_examples(
     Args:
       source: random-access source of examples, which are dicts of arrays.
       max_seq_len: maximum number of tokens T in a block of several examples.
-      lengths, sequences: as for `split_source`.
+      lengths: as for `split_source`.
+      sequences: as for `split_source`.
       documents: `[N]` integers, the document of each example. A document ends where the
         next example has a different number. By default all are one document.
 

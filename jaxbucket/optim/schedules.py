@@ -104,8 +104,11 @@ def scale_schedule(
 
     Args:
       schedule: a number, a schedule of optax, or the result of `schedule_by_work`.
-      base_examples, base_tokens, base_rows, base_weight, rule: as for
-        `scale_by_batch_size`. Pass exactly one base.
+      base_examples: as for `scale_by_batch_size`. Pass exactly one base.
+      base_tokens: likewise.
+      base_rows: likewise.
+      base_weight: likewise.
+      rule: as for `scale_by_batch_size`.
 
     Returns:
       A stateful schedule for `optax.inject_hyperparams`.
