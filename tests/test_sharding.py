@@ -362,6 +362,15 @@ MESH = jb.data_mesh()
         (lambda: rows_of_devices(MESH, []), "jax.devices()"),
         # B is no multiple of the parts of the mesh, or of this process.
         (lambda: specs(MESH), "batch_size"),
+        # The shape of the labels depends on the number of examples in a row.
+        (
+            lambda: jb.sharding.batch_specs(
+                jb.BucketPlan.from_shapes([(8, 4)], packed=True),
+                {"x": np.zeros(3), "label": 1},
+                MESH,
+            ),
+            "max_segments",
+        ),
         (
             lambda: jb.batch_dataset(
                 Examples(np.full(6, 4)),

@@ -139,7 +139,8 @@ def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -
             shapes = {x: list(value.shape) for x, value in arrays.items()}
             raise ValueError(
                 f"`sequences` lists {name!r}, but the features have the shapes "
-                f"{shapes}. Give it a leading axis for each sequence that lists it."
+                f"{shapes}. Give it a leading axis for each sequence that lists it, of "
+                "length 0 in an example that lacks it."
             )
         entries = arrays[name].flat if arrays[name].dtype.hasobject else ()
         if any(isinstance(x, Mapping | list | tuple | np.ndarray) for x in entries):

@@ -49,15 +49,15 @@ class FittedBatchSizes(Record):
 
     Example: a budget for each T, instead of one for all.
       >>> import jaxbucket as jb
-      >>> rows = [FittedBatchSize(128, 64, 9, 72, 11, 3, 1),
-      ...         FittedBatchSize(512, 8, 8, 16, 14, 2, 1)]
+      >>> rows = [FittedBatchSize(128, 40, 9, 48, 11, 3, 1),
+      ...         FittedBatchSize(512, 16, 8, 24, 14, 2, 1)]
       >>> fitted = FittedBatchSizes(tuple(rows), 10)
       >>> fitted(512), fitted(256), fitted(100)
-      (4096, 4096, 8192)
+      (8192, 5120, 5120)
       >>> plan = jb.plan_buckets([100, 250, 500] * 99, max_tokens=fitted,
       ...                        num_buckets=3, batch_size_multiple=8)
       >>> [str(bucket) for bucket in plan.buckets]
-      ['[56, 100]', '[16, 250]', '[8, 500]']
+      ['[40, 100]', '[16, 250]', '[8, 500]']
 
     Attributes:
       sizes: the batch sizes, by ascending T.
@@ -75,9 +75,9 @@ class FittedBatchSizes(Record):
     def __call__(self, seq_len: int) -> int:
         """Returns the number of tokens B * T that fits, as `max_tokens`.
 
-        Between two T, it is that of the longer one: a token of a shorter row needs no
-        more memory, because attention only grows with T. `jaxbucket precompile
-        --memory-gb` checks it for a plan.
+        Between two T, it is the smaller number of theirs, and below the shortest T its
+        number. What lies between may need more memory than both: `jaxbucket precompile
+        --memory-gb` checks a plan.
 
         Raises:
           ValueError: if `seq_len` is above the longest T that fits, or consists of
@@ -96,7 +96,9 @@ class FittedBatchSizes(Record):
                 f"{fit[-1].seq_len if fit else 'none'}. Fit a longer `seq_lens`, or "
                 "pass a smaller `max_seq_len`."
             )
-        return fit[place].batch_size * fit[place].seq_len
+        # A long row does not always need more memory per token than a short one.
+        first = place if fit[place].seq_len == seq_len else max(place - 1, 0)
+        return min(size.batch_size * size.seq_len for size in fit[first : place + 1])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""

@@ -17,6 +17,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.notes import Noting
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, Sequences
+from jaxbucket.data.example_spec import ExampleSpec
 from jaxbucket.sharding.mesh import Axes, batch_sharding, local_rows
 
 _T = TypeVar("_T")
@@ -232,8 +233,11 @@ def batch_specs(
       A `Batch` of `jax.ShapeDtypeStruct` for each bucket.
 
     Raises:
-      ValueError: if the batch axes do not divide the B of a bucket.
+      ValueError: if the batch axes do not divide the B of a bucket, or `max_segments`
+        is missing for a packed plan whose examples have features without a sequence.
     """
+    if plan.packed and max_segments is None:
+        _check_sequences_only(plan, example, sequences)
     specs = {}
     for bucket in plan.buckets:
         sharding = batch_sharding(mesh, batch_axes, bucket=bucket)
@@ -258,3 +262,15 @@ def batch_specs(
         key = bucket if component is None else bucket.of(component)
         specs[key] = jax.tree.map(spec, empty)
     return specs
+
+
+def _check_sequences_only(
+    plan: BucketPlan, example: Example, sequences: Sequences
+) -> None:
+    """Checks that shapes of packed rows do not depend on their number of examples."""
+    spec = ExampleSpec(example, sequences, plan.sequences)
+    if others := sorted(spec.arrays.keys() - spec.axes.keys()):
+        raise ValueError(
+            f"`max_segments` is missing, but packed rows have several values of "
+            f"{others}, `[B, max_segments]`. Pass `schedule.max_segments`."
+        )

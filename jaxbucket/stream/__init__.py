@@ -9,8 +9,10 @@ reads the examples of other data loaders. This package does not import jax.
 from jaxbucket.base.lazy import lazy_names as _lazy_names
 
 with _lazy_names(globals()):
+    from jaxbucket.stream.dataset import StreamDataset as StreamDataset
     from jaxbucket.stream.dataset import sample_lengths as sample_lengths
     from jaxbucket.stream.dataset import stream_batches as stream_batches
     from jaxbucket.stream.drift import DriftWarning as DriftWarning
     from jaxbucket.stream.examples import ExampleStream as ExampleStream
+    from jaxbucket.stream.iterator import StreamIterator as StreamIterator
     from jaxbucket.stream.loader import from_loader as from_loader

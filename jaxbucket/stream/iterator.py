@@ -29,9 +29,10 @@ _STEPS_KEPT = 64
 # The keys of a state.
 _STATE = {"position", "counts", "pending", "round", "snapshot"}
 _REMEDY = (
-    "Make it the same whenever it is read, by seeding all random draws. If a loader "
-    "shuffles, pass a function of (epoch, seed) that creates it with this seed; if its "
-    "state does not include a buffer of shuffled examples, omit `resume`."
+    "Restore its data, its code and the weights of a mixture, or make it the same "
+    "whenever it is read, by seeding all random draws. If a loader shuffles, pass a "
+    "function of (epoch, seed) that creates it with this seed; if its state does not "
+    "include a buffer of shuffled examples, omit `resume`."
 )
 
 

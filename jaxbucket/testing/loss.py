@@ -41,10 +41,11 @@ REMEDIES = {
         "every row is empty."
     ),
     "with different values in its padding": (
-        "Padding counts. Multiply by `batch.mask` before summing, and do not attend to "
-        "empty rows or to positions at which `batch.segment_ids` is 0. What a query "
-        "sees without any key is zero, as in an example that lacks a sequence. Set "
-        "padding to zero before each convolution: `x * batch.mask[..., None]`."
+        "Padding counts. Multiply by `batch.mask`, of one of several sequences "
+        "`batch.segment_ids[name] > 0`, before summing, and do not attend to empty "
+        "rows or to positions at which `batch.segment_ids` is 0. If an example lacks "
+        "the keys of a query, set what it sees to zero. Set padding to zero before "
+        "each convolution: `x * batch.mask[..., None]`."
     ),
     "with twice as many columns, the new ones all padding": (
         "The result depends on T. Use sums and counts of `batch.mask` instead of T or "
@@ -97,7 +98,7 @@ def check_loss(
       >>> check_loss(loss_fn, {"w": jnp.float32(0)}, batch)
 
     Args:
-      loss_fn: the loss; see `jaxbucket.train.loss` for the contract.
+      loss_fn: the loss, as for `make_train_step`.
       model: an NNX module, parameters, or a `TrainState`.
       batch: a real batch of numpy or jax arrays, padded or packed, with at least two
         rows that contain examples. A small batch is enough.

@@ -170,8 +170,8 @@ def calibrate(
       The step times and compile times of the shapes.
 
     Raises:
-      ValueError: if `shapes` is empty or has several T; if the batch axes do not
-        divide a B; or if `step_fn` takes several micro-batches.
+      ValueError: if `shapes` is empty, or one has a T for each of several sequences; if
+        the batch axes do not divide a B; or if `step_fn` takes several micro-batches.
     """
     repeats = check_positive("repeats", repeats)
     shapes = list(shapes)

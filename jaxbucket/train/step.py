@@ -62,8 +62,8 @@ def make_train_step(
 
     Args:
       loss_fn: `(model, batch, keys) -> (loss_sum, weight)`, `(loss_sum, weight, sums)`
-        or `(loss_sum, weight, sums, variables)`, sums over the rows it is given. See
-        `jaxbucket.train.loss` for the full contract.
+        or `(loss_sum, weight, sums, variables)`, sums over the rows it is given. The
+        page on losses, and `jaxbucket.train.loss`, have the full contract.
       tx: the optimizer. It receives the mean gradient over the global batch, and these
         extra arguments: `num_examples`, `num_tokens` and `num_rows` of the batch,
         the `weight` of the loss, `step`, and `value`, the mean loss.
