@@ -1,10 +1,8 @@
 """Curricula of packed rows: easy examples share rows, and rows open as a whole."""
 
-import math
-
 import numpy as np
 import pytest
-from schedule_cases import Cycles
+from schedule_cases import Cycles, is_open
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum
 from jaxbucket.packing import pack
@@ -35,22 +33,6 @@ def build(*names: str, **options) -> BatchSchedule:
     return BatchSchedule(PLAN, LENGTHS, packing=PACKING, order=order, **options)
 
 
-def is_open(schedule: BatchSchedule, epoch: int, position: int) -> np.ndarray:
-    """Returns whether each example is open, by the definition."""
-    size = len(schedule)
-    result = np.ones(SIZE, bool)
-    for name, values in schedule.order.difficulty.items():
-        pacing = schedule.order.pacing[name]
-        by_epoch = pacing.unit == "epochs"
-        done = epoch + position / size if by_epoch else epoch * size + position
-        limit = pacing(done)
-        if not isinstance(pacing, ByValue):
-            count = math.ceil(round(limit, 9) * SIZE - 1e-6)
-            limit = np.sort(values)[max(count, 1) - 1]
-        result &= values <= limit
-    return result
-
-
 def examples(row: np.ndarray) -> tuple[int, ...]:
     return tuple(row[row >= 0].tolist())
 
@@ -59,15 +41,8 @@ def examples(row: np.ndarray) -> tuple[int, ...]:
     "names",
     [
         ("cycles", "linear"),
-        *(
-            pytest.param(names, marks=pytest.mark.exhaustive)
-            for names in [
-                ("linear",),
-                ("value", "steps"),
-                ("value",),
-                ("steps", "cycles"),
-            ]
-        ),
+        pytest.param(("linear",), marks=pytest.mark.exhaustive),
+        pytest.param(("value", "steps"), marks=pytest.mark.exhaustive),
     ],
     ids="-".join,
 )
@@ -88,7 +63,7 @@ def test_open_rows_are_drawn_first_and_each_example_once(names):
             sorted(PACKING.slots(row).tolist()) for row in range(PACKING.num_rows)
         )
         for position, batch in enumerate(batches):
-            now = is_open(schedule, epoch, position)
+            now = is_open(schedule, epoch * size + position)
             opened = {k: {r for r in x if now[list(r)].all()} for k, x in left.items()}
             need = {k: min(sizes[k], len(rest)) for k, rest in left.items() if rest}
             drawn = {examples(row) for row in batch.rows} - {()}
