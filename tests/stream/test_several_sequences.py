@@ -1,7 +1,7 @@
 """Streams of examples with several sequences, against plain lists and numpy."""
 
+import functools
 import itertools
-from fractions import Fraction
 
 import grain
 import numpy as np
@@ -9,10 +9,12 @@ import pytest
 import scipy.optimize
 from stream_cases import (
     Threads,
+    assert_resume,
+    assert_same,
     batches_of,
     drive,
     exhaustive,
-    parts_of,
+    hosts_of,
     smallest_pool,
     steps_of,
     through_json,
@@ -20,7 +22,6 @@ from stream_cases import (
 
 import jaxbucket as jb
 from jaxbucket.base.policies import TRUNCATING
-from jaxbucket.stream.bucket_sequence import MIN_SHARE_OF_LONGEST, bucket_shares
 from jaxbucket.stream.drain import cheapest_batches
 
 NAMES = ("source", "target", "video")
@@ -149,15 +150,6 @@ def kept_indices(lengths, plan) -> list[int]:
     return [i for i, x in enumerate(lengths.tolist()) if kept_lengths(x, plan)]
 
 
-def assert_same(batches, want) -> None:
-    for steps, other in zip(steps_of(batches), steps_of(want), strict=True):
-        for a, b in zip(steps, other, strict=True):
-            for part, other_part in zip(a, b, strict=True):
-                assert part.keys() == other_part.keys()
-                for name in part:
-                    np.testing.assert_array_equal(part[name], other_part[name])
-
-
 # One host
 
 
@@ -280,33 +272,12 @@ def test_a_loader_and_a_transform_make_examples_with_several_sequences():
         next(iterator)
     again = iter(dataset)
     again.set_state(through_json(iterator.get_state()))
-    assert_same(again, batches[7:])
+    assert_same(list(again), batches[7:])
     recent = again.recent_lengths()
     assert list(recent) == list(plan.sequences) and len(recent["target"]) > 20
 
 
 # Several hosts
-
-
-def hosts_of(lengths, plan, shares, pool_size, meet=True, **options):
-    """Returns an iterator for each host, over its share of the examples."""
-    threads = Threads(len(shares))
-    return [
-        iter(
-            batches_of(
-                stream(part, first=start),
-                plan,
-                pool_size=pool_size,
-                lengths=by_name(lengths),
-                shard=jb.data.RowShard((host,), len(shares)),
-                processes=threads.of(host) if meet else None,
-                like=make_example(0, [1] * lengths.shape[1]),
-                sequences=sequences_of(plan),
-                **options,
-            )
-        )
-        for host, start, part in parts_of(lengths, shares)
-    ]
 
 
 SHARES = [[1, 1, 1], [1, 4], [5, 0, 1]]
@@ -319,9 +290,15 @@ def test_hosts_with_processes_end_together_and_resume(seed, options):
     lengths, plan, rng = make_case(seed + 40, size=60, multiple=len(shares))
     pool = smallest_pool(plan, options) * int(rng.integers(1, 4))
 
-    def make():
-        return hosts_of(lengths, plan, shares, pool, **options)
-
+    make = functools.partial(
+        hosts_of,
+        *(lengths, plan, shares, pool),
+        sample=by_name(lengths),
+        make=stream,
+        like=make_example(0, [1] * lengths.shape[1]),
+        sequences=sequences_of(plan),
+        **options,
+    )
     hosts = make()
     whole = drive(hosts)
     for steps in zip(*whole, strict=True):
@@ -338,13 +315,7 @@ def test_hosts_with_processes_end_together_and_resume(seed, options):
     assert sorted(indices) == kept_indices(lengths, plan)
     assert all(host.ended for host in hosts)
     for start in range(1, len(whole[0]) + 1, max(4, len(whole[0]) // 3)):
-        before, after = make(), make()
-        # Hosts load ahead of the step that is saved.
-        drive(before, start + 3)
-        for host, loaded in zip(after, before, strict=True):
-            host.set_state(through_json(loaded.state_before(start)))
-        for rest, steps in zip(drive(after), whole, strict=True):
-            assert_same(rest, steps[start:])
+        assert_resume(make, start, whole)
 
 
 def test_draining_the_pools_costs_little_more_than_the_minimum():
@@ -378,20 +349,6 @@ def test_draining_the_pools_costs_little_more_than_the_minimum():
         )
         ratios.append(plan.costs @ batches / max(best.fun, 1))
     assert np.mean(ratios) < 1.1
-
-
-def test_each_of_the_longest_buckets_has_a_minimum_share():
-    sizes = [{"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 4, "b": 9}]
-    plan = jb.BucketPlan.from_shapes([(2, size) for size in sizes])
-    least = MIN_SHARE_OF_LONGEST / 2
-    rare = np.array([[4, 4]] * 7996 + [[8, 4]] * 2 + [[4, 9]] * 2)
-    assert bucket_shares(plan, rare, None) == [1 - 2 * least, least, least]
-    # The second share is below the minimum only once the third has been raised.
-    lengths = np.array([[4, 4]] * 9840 + [[8, 4]] * 158 + [[4, 9]] * 2)
-    assert bucket_shares(plan, lengths, None) == [1 - 2 * least, least, least]
-    even = np.array([[4, 4]] * 4 + [[8, 4]] * 2 + [[4, 9]] * 2)
-    want = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
-    assert bucket_shares(plan, even, None) == want
 
 
 # Errors
