@@ -328,7 +328,7 @@ class Interrupt:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [OPTIONS[k] for k in (0, 2, 4)], ids=str)
 def test_an_interrupt_never_loses_examples_silently(options):
-    lengths, plan, _ = make_case(43, size=150)
+    lengths, plan, _ = make_case(43, size=80)
     options = {"pool_size": 2 * smallest_pool(plan, options), **options}
     dataset = jb.stream_batches(stream(lengths), {0: plan, 2: plan}, **options)
     whole = steps_of(dataset)
