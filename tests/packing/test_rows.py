@@ -1,6 +1,7 @@
 """Packed rows: packers, schedules, plans, batches and losses."""
 
 import bisect
+import itertools
 import json
 import pathlib
 
@@ -185,12 +186,6 @@ def packed_schedule(lengths, seq_lens, *, cap=None, rows=3, **options):
     return jb.BatchSchedule(plan, lengths, packing=packing, **options)
 
 
-def epoch_rows(schedule, epoch):
-    first = epoch * len(schedule)
-    steps = range(first, first + len(schedule))
-    return [x for step in steps for x in schedule.micro_batches(step)]
-
-
 PACKED_ORDERS = (
     *("shuffled", "source", "descending"),
     jb.schedule.GroupedByLength(2),
@@ -211,7 +206,8 @@ def test_each_example_is_in_one_packed_row_per_epoch(seed):
     )
     for epoch in (0, 3):
         examples = []
-        for indices in epoch_rows(schedule, epoch):
+        steps = range(schedule.epoch_start(epoch), schedule.epoch_start(epoch + 1))
+        for indices in itertools.chain(*map(schedule.micro_batches, steps)):
             rows = indices.rows
             assert rows.shape == (indices.bucket.batch_size, schedule.max_segments)
             filled = rows != EMPTY_ROW

@@ -92,3 +92,46 @@ def assert_same(batches, expected) -> None:
     for a, b in zip(batches, expected, strict=True):
         assert a.bucket == b.bucket
         np.testing.assert_array_equal(a.rows, b.rows)
+
+
+def examples_in(row: np.ndarray) -> tuple[int, ...]:
+    """Returns the examples of a packed row, or that of a row of one example."""
+    return tuple(row[row >= 0].tolist())
+
+
+def check_open_rows_first(schedule: Schedule, epoch: int) -> list[tuple[int, ...]]:
+    """Checks that open rows are drawn first, and returns all rows of an epoch.
+
+    A row is open if all of its examples are.
+    """
+    batches = []
+    left = {bucket: set() for bucket in schedule.plan.buckets}
+    for batch in batches_of(schedule, epoch):
+        drawn = {
+            examples_in(row) for row in batch.rows.reshape(len(batch.rows), -1)
+        } - {()}
+        batches.append((batch.bucket, drawn))
+        left[batch.bucket] |= drawn
+    rows = [row for part in left.values() for row in part]
+    assert sorted(i for row in rows for i in row) == list(range(len(schedule.lengths)))
+    for step, (own, drawn) in enumerate(batches, schedule.epoch_start(epoch)):
+        now = is_open(schedule, step)
+        opened = {k: {r for r in x if now[list(r)].all()} for k, x in left.items()}
+        need = {k: min(k.batch_size, len(x)) for k, x in left.items() if x}
+        assert len(drawn) == need[own] and drawn <= left[own]
+        can_fill = {k for k in need if len(opened[k]) >= need[k]}
+        if can_fill:
+            assert own in can_fill and drawn <= opened[own]
+        else:
+            # All of its open rows come, completed by others.
+            assert opened[own] <= drawn
+            if len(schedule.order.difficulty) == 1 and schedule.packing is None:
+                # No bucket can fill a batch, so the easiest batch comes next.
+                (values,) = schedule.order.difficulty.values()
+                hardest = [
+                    np.sort(values[np.ravel([*left[k]])])[n - 1]
+                    for k, n in need.items()
+                ]
+                assert values[np.ravel([*drawn])].max() == min(hardest)
+        left[own] -= drawn
+    return rows

@@ -240,15 +240,6 @@ def test_source_order_fills_each_bucket_in_source_order(problem):
     assert ends == sorted(ends)
 
 
-def test_rows_do_not_depend_on_the_dtype_of_lengths():
-    plan, lengths = random_problem()
-    schedules = [BatchSchedule(plan, lengths.astype(t)) for t in ("u1", "i4", "i8")]
-    assert len({s.fingerprint for s in schedules}) == 1
-    for step in (0, 100):
-        rows = [s[step].rows.tolist() for s in schedules]
-        assert rows[0] == rows[1] == rows[2]
-
-
 def test_the_fingerprint_depends_on_plan_lengths_and_options():
     plan, lengths = random_problem()
     other = lengths.copy()

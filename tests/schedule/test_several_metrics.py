@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from schedule_cases import Cycles, is_open
+from schedule_cases import Cycles, check_open_rows_first, is_open
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
 from jaxbucket.schedule import (
@@ -72,37 +72,8 @@ def build(case, replacement=False, **options) -> BatchSchedule:
 @pytest.mark.parametrize("case", MARKED_CASES, ids="-".join)
 def test_open_examples_are_drawn_first_and_each_example_once(case):
     schedule = build(case)
-    lengths, size = schedule.lengths, len(schedule)
-    sizes = {bucket: bucket.batch_size for bucket in schedule.plan.buckets}
     for epoch in range(3):
-        batches = [schedule[epoch * size + x] for x in range(size)]
-        left = {
-            bucket: {i for b in batches if b.bucket == bucket for i in b.rows.tolist()}
-            - {-1}
-            for bucket in sizes
-        }
-        assert sorted(set().union(*left.values())) == list(range(len(lengths)))
-        for position, batch in enumerate(batches):
-            open_now = is_open(schedule, epoch * size + position)
-            drawn = set(batch.rows.tolist()) - {-1}
-            assert drawn <= left[batch.bucket]
-            need = {k: min(sizes[k], len(rest)) for k, rest in left.items() if rest}
-            can_fill = {k: sum(open_now[i] for i in left[k]) >= need[k] for k in need}
-            assert len(drawn) == need[batch.bucket]
-            if any(can_fill.values()):
-                assert can_fill[batch.bucket] and open_now[list(drawn)].all()
-            else:
-                # All of its open examples come, completed by others.
-                assert {i for i in left[batch.bucket] if open_now[i]} <= drawn
-                if len(case) == 1:
-                    # No bucket can fill a batch, so the easiest batch comes next.
-                    (values,) = schedule.order.difficulty.values()
-                    hardest = {
-                        k: np.sort(values[[*left[k]]])[n - 1] for k, n in need.items()
-                    }
-                    assert values[[*drawn]].max() == min(hardest.values())
-            left[batch.bucket] -= drawn
-        assert not any(left.values())
+        check_open_rows_first(schedule, epoch)
 
 
 def test_a_batch_is_completed_by_the_examples_that_open_next():
