@@ -47,10 +47,9 @@ class Source:
         return make_examples()[index]
 
 
-def ragged_batches(size):
-    """Lists of `size` examples, which need no padding."""
-    examples = make_examples()
-    return [examples[i : i + size] for i in range(0, len(examples), size)]
+def ragged_batches(examples):
+    """Lists of 7 examples, which need no padding."""
+    return [examples[i : i + 7] for i in range(0, len(examples), 7)]
 
 
 def grain_loader():
@@ -166,7 +165,7 @@ def torch_goes_on():
 # Name -> (loader, `to_example`, whether the loader itself saves its state)
 LOADERS = {
     "list": (make_examples, dict, False),
-    "batches": (lambda: ragged_batches(7), list, False),
+    "batches": (lambda: ragged_batches(make_examples()), list, False),
     "grain": (grain_loader, dict, False),
     "torch": (torch_loader, dict, False),
     "torch-batches": (torch_batches, list, False),
@@ -343,18 +342,17 @@ def test_another_loader_is_refused(name, change, num_read):
         resume = loader if has_state else None
         return jb.stream.from_loader(loader, to_example, resume=resume)
 
-    examples = make_examples()
     iterator = iter(dataset(make()))
     for _ in range(num_read):
         next(iterator)
-    state = iterator.get_state()
+    state, examples = iterator.get_state(), make_examples()
     examples = {
         "order": examples[::-1],
         "contents": [{**x, "tokens": x["tokens"] + 1} for x in examples],
         "length": [],
     }[change]
     if name == "batches":
-        examples = [examples[i : i + 7] for i in range(0, len(examples), 7)]
+        examples = ragged_batches(examples)
     other = GoesOn(examples) if has_state else examples
     if has_state and num_read == 1:
         return  # No element is read again.

@@ -9,7 +9,6 @@ import pytest
 import scipy.optimize
 from stream_cases import (
     OPTIONS,
-    Threads,
     assert_resume,
     assert_same,
     batches_of,
@@ -361,24 +360,20 @@ def test_an_example_that_no_bucket_holds_is_named(overlong, lengths):
 
 
 def test_hosts_may_start_with_images_of_different_sizes():
-    def images(host):
-        sizes = np.random.default_rng(host).integers(1, 8, (20, 2))
-        return [{"image": np.full(shape, host)} for shape in sizes.tolist()]
+    def images(part, first):
+        sizes = np.random.default_rng(first).integers(1, 8, (len(part), 2))
+        source = [{"image": np.full(shape, first)} for shape in sizes.tolist()]
+        return grain.MapDataset.source(source).to_iter_dataset()
 
-    names, threads = ("height", "width"), Threads(2)
-    hosts = [
-        iter(
-            batches_of(
-                grain.MapDataset.source(images(host)).to_iter_dataset(),
-                jb.BucketPlan.from_shapes([(4, dict.fromkeys(names, 8))]),
-                pool_size=8,
-                lengths={name: [8, 4] for name in names},
-                shard=jb.data.RowShard((host,), 2),
-                processes=threads.of(host),
-                sequences={name: ["image"] for name in names},
-            )
-        )
-        for host in range(2)
-    ]
+    names = ("height", "width")
+    hosts = hosts_of(
+        np.zeros(40),
+        jb.BucketPlan.from_shapes([(4, dict.fromkeys(names, 8))]),
+        *([1, 1], 8),
+        sample={name: [8, 4] for name in names},
+        make=images,
+        like=None,
+        sequences={name: ["image"] for name in names},
+    )
     one, two = ([x.bucket for (x,) in steps] for steps in drive(hosts))
     assert one == two != []
