@@ -145,7 +145,7 @@ def test_packed_shapes_cost_about_as_little_as_the_best_of_a_grid(seed):
 @pytest.mark.parametrize("block_sparse", [False, True])
 @pytest.mark.parametrize("longest", [None, {"source": 128, "target": 96}])
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))]
+    "seed", [0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2))]
 )
 def test_a_packed_plan_of_several_sequences_is_trained_as_it_was_planned(
     seed, longest, block_sparse
