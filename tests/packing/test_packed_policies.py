@@ -45,8 +45,7 @@ def by_index(batches, max_segments):
 @pytest.mark.parametrize("in_file", [False, True])
 def test_packed_rows_follow_the_policy_for_overlong_examples(policy, in_file, tmp_path):
     lengths = np.random.default_rng(0).integers(1, 60, 150)
-    examples = examples_of(lengths)
-    source = examples
+    source = examples = examples_of(lengths)
     if in_file:
         source = jb.data.write_token_file(tmp_path / "tokens", examples)
     packing = jb.packing.pack(lengths, 40, overlong=policy)
@@ -74,8 +73,7 @@ def test_each_sequence_of_packed_rows_follows_its_policy(zipped, tmp_path):
     rng = np.random.default_rng(1)
     lengths = {name: rng.integers(1, 30, 120) for name in NAMES}
     policies = {"source": "truncate_left", "target": "drop"}
-    examples = examples_of(lengths)
-    source = examples
+    source = examples = examples_of(lengths)
     if zipped:
         source = jb.data.zip_sources(
             jb.data.write_token_file(
@@ -133,8 +131,7 @@ def pair_cost(batch_size, seq_lens):
 @pytest.mark.parametrize("seed", range(2))
 def test_packed_shapes_cost_about_as_little_as_the_best_of_a_grid(seed):
     lengths = pairs_problem(seed)
-    cost = pair_cost
-    options = {"max_tokens": 1024, "seq_len_multiple": 8, "cost_fn": cost}
+    options = {"max_tokens": 1024, "seq_len_multiple": 8, "cost_fn": pair_cost}
     choice = jb.plan_packing(lengths, num_buckets=2, pack="always", **options)
     matrix = np.stack(list(lengths.values()), axis=1)
     limits = Limits(sequences=NAMES, **options)
@@ -146,28 +143,46 @@ def test_packed_shapes_cost_about_as_little_as_the_best_of_a_grid(seed):
 
 
 @pytest.mark.parametrize("block_sparse", [False, True])
-def test_a_packed_plan_of_several_sequences_is_trained_as_it_was_planned(block_sparse):
-    lengths = pairs_problem(5)
-    cost = pair_cost
+@pytest.mark.parametrize("longest", [None, {"source": 128, "target": 96}])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2))]
+)
+def test_a_packed_plan_of_several_sequences_is_trained_as_it_was_planned(
+    seed, longest, block_sparse
+):
+    lengths = pairs_problem(seed, size=120)
     choice = jb.plan_packing(
         lengths,
         max_tokens={"source": 512, "target": 384},
+        max_seq_len=longest,
         num_buckets=3,
         batch_size_multiple=2,
-        cost_fn=cost,
+        cost_fn=pair_cost,
         block_sparse=block_sparse,
+        pack="always",
     )
-    assert choice.is_packed and choice.packing is not None
-    assert all(bucket.batches for bucket in choice.report.buckets[:-1])
+    assert choice.report.epoch_cost == pytest.approx(choice.epoch_costs["packed"])
     assert choice.epoch_costs["packed"] < choice.epoch_costs["padded"]
+    assert all(bucket.batches for bucket in choice.report.buckets[:-1])
+    rows = [bucket.examples for bucket in choice.report.buckets]
+    assert rows == list(choice.rows)
     schedule = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing)
     assert schedule.report().epoch_cost == pytest.approx(choice.report.epoch_cost)
     rows = np.concatenate([batch.rows.ravel() for batch in schedule])
-    assert sorted(rows[rows >= 0]) == list(range(300))
+    assert sorted(rows[rows >= 0]) == list(range(120))
+
+
+def test_rows_of_several_sequences_are_packed_if_that_costs_less():
+    lengths = pairs_problem(5, size=60)
+    options = {"max_tokens": 512, "cost_fn": pair_cost, "num_buckets": 2}
+    choice = jb.plan_packing(lengths, **options)
+    assert choice.is_packed and choice.packing is not None
     assert "T of target" in table_text(choice) and "because" in choice.reason
-    never = jb.plan_packing(lengths, max_tokens=1024, pack="never")
+    never = jb.plan_packing(lengths, pack="never", **options)
     assert never.packing is None and not never.plan.packed
-    assert never.plan == jb.plan_buckets(lengths, max_tokens=1024)
+    assert never.plan == jb.plan_buckets(lengths, **options)
+    with pytest.raises(ValueError, match="`max_tokens=16`"):
+        jb.plan_packing(lengths, max_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -195,28 +210,3 @@ def test_the_last_bucket_holds_the_longest_truncated_sequences(
     schedule = jb.BatchSchedule(choice.plan, lengths, packing=choice.packing)
     rows = np.concatenate([batch.rows.ravel() for batch in schedule])
     assert sorted(rows[rows >= 0]) == list(range(16))
-
-
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 3))]
-)
-@pytest.mark.parametrize("longest", [None, {"source": 128, "target": 96}])
-def test_packed_rows_cost_what_was_predicted_for_sparse_attention(seed, longest):
-    lengths = pairs_problem(seed, size=120)
-    choice = jb.plan_packing(
-        lengths,
-        max_tokens=1024,
-        max_seq_len=longest,
-        num_buckets=3,
-        cost_fn=pair_cost,
-        block_sparse=True,
-        pack="always",
-    )
-    assert choice.report.epoch_cost == pytest.approx(choice.epoch_costs["packed"])
-    rows = [bucket.examples for bucket in choice.report.buckets]
-    assert rows == list(choice.rows)
-
-
-def test_packed_plans_of_several_sequences_check_their_arguments():
-    with pytest.raises(ValueError, match="`max_tokens=16`"):
-        jb.plan_packing(pairs_problem(0), max_tokens=16)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from schedule_cases import batches_of, real_rows, seeds
 
 from jaxbucket import BatchSchedule, plan_buckets
 from jaxbucket.base.permutation import fold, permute
@@ -9,10 +10,6 @@ from jaxbucket.packing import pack
 from jaxbucket.schedule import GroupedByLength
 
 EPOCHS = (0, 10**6)
-SEEDS = [
-    *range(4),
-    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 30)),
-]
 
 
 def random_problem(seed):
@@ -30,12 +27,9 @@ def random_problem(seed):
     return plan, lengths
 
 
-def batches_of(schedule, epoch):
+def examples_of(schedule, epoch):
     """Returns `[(bucket, examples)]` for the batches of an epoch."""
-    first = epoch * len(schedule)
-    steps = range(first, first + len(schedule))
-    batches = [x for step in steps for x in schedule.micro_batches(step)]
-    return [(x.bucket, x.rows[x.rows >= 0].tolist()) for x in batches]
+    return [(x.bucket, real_rows(x).tolist()) for x in batches_of(schedule, epoch)]
 
 
 def shuffled_examples(plan, lengths, seed, epoch):
@@ -63,7 +57,7 @@ def grouped_batches(plan, lengths, seed, epoch, order):
     return batches
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(4, 30))
 def test_grouped_batches_are_those_of_the_reference(seed):
     plan, lengths = random_problem(seed)
     options = {"seed": 3, "remainder": "pad"}
@@ -71,12 +65,12 @@ def test_grouped_batches_are_those_of_the_reference(seed):
     for order in (GroupedByLength(2), GroupedByLength()):
         schedule = BatchSchedule(plan, lengths, order=order, **options)
         for epoch in EPOCHS:
-            got = batches_of(schedule, epoch)
+            got = examples_of(schedule, epoch)
             want = grouped_batches(plan, lengths, 3, epoch, order)
             assert sorted(map(str, got)) == sorted(map(str, want))
             # Only the examples differ from those of "spread".
             sizes = [(bucket, len(rows)) for bucket, rows in got]
-            assert sizes == [(x, len(rows)) for x, rows in batches_of(spread, epoch)]
+            assert sizes == [(x, len(rows)) for x, rows in examples_of(spread, epoch)]
 
 
 def test_packed_rows_of_similar_lengths_share_a_batch():

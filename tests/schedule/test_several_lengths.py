@@ -1,9 +1,8 @@
 """Schedules of examples that have several sequences, each with its own length."""
 
-import itertools
-
 import numpy as np
 import pytest
+from schedule_cases import batches_of, real_rows, seeds
 
 import jaxbucket as jb
 
@@ -32,14 +31,6 @@ def random_problem(seed):
     return lengths, plan
 
 
-def seeds(count: int) -> list:
-    """Returns seeds of random problems, of which two thirds are exhaustive tests."""
-    return [
-        pytest.param(seed, marks=pytest.mark.exhaustive if seed >= count // 3 else ())
-        for seed in range(count)
-    ]
-
-
 def make_schedule(lengths, plan, seed, **options):
     order = options.pop("order", ORDERS[seed % len(ORDERS)])
     if order == "curriculum":
@@ -47,16 +38,8 @@ def make_schedule(lengths, plan, seed, **options):
     return jb.BatchSchedule(plan, lengths, seed=seed, order=order, **options)
 
 
-def examples_of(schedule, epoch=0):
-    """Returns the examples of each micro-batch of an epoch."""
-    first = epoch * len(schedule)
-    steps = range(first, first + len(schedule))
-    batches = itertools.chain.from_iterable(map(schedule.micro_batches, steps))
-    return [(batch.bucket, batch.rows[batch.rows >= 0]) for batch in batches]
-
-
-@pytest.mark.parametrize("seed", seeds(60))
-def test_every_example_is_in_one_row_of_a_bucket_that_holds_it(seed):
+@pytest.mark.parametrize("seed", seeds(20, 60))
+def test_an_epoch_has_every_example_once_and_the_numbers_of_its_report(seed):
     lengths, plan = random_problem(seed)
     remainder = REMAINDERS[seed // 7 % 3]
     accumulate, group = 1 + seed % 3, ("same", "mixed")[seed // 3 % 2]
@@ -64,17 +47,22 @@ def test_every_example_is_in_one_row_of_a_bucket_that_holds_it(seed):
         lengths, plan, seed, remainder=remainder, accumulate=accumulate, group=group
     )
     for epoch in range(2):
-        batches = examples_of(schedule, epoch)
+        batches = [(x.bucket, real_rows(x)) for x in batches_of(schedule, epoch)]
         assert {bucket for bucket, _ in batches} <= set(plan.buckets)
         for bucket, examples in batches:
             for name, column in lengths.items():
                 assert (column[examples] <= bucket.seq_len[name]).all()
         drawn = np.concatenate([examples for _, examples in batches])
-        assert sorted(drawn.tolist()) == list(range(len(drawn)))
-        assert len(drawn) == len(schedule.lengths)
+        assert sorted(drawn.tolist()) == list(range(len(schedule.lengths)))
+    report = schedule.report()
+    assert report.padded_tokens == sum(bucket.num_tokens for bucket, _ in batches)
+    assert report.real_tokens == sum(int(x.sum()) for x in lengths.values())
+    for part, bucket in zip(report.buckets, plan.buckets, strict=True):
+        assert part.seq_len == bucket.seq_len
+        assert part.batches == sum(bucket == x for x, _ in batches)
 
 
-@pytest.mark.parametrize("seed", seeds(60))
+@pytest.mark.parametrize("seed", seeds(20, 60))
 def test_an_example_is_assigned_the_cheapest_row_that_holds_it(seed):
     lengths, plan = random_problem(seed)
     costs = plan.costs / plan.batch_sizes
@@ -85,18 +73,6 @@ def test_an_example_is_assigned_the_cheapest_row_that_holds_it(seed):
         ]
         assert holds[index]
         assert costs[index] == costs[holds].min()
-
-
-@pytest.mark.parametrize("seed", seeds(60))
-def test_the_report_counts_the_batches_of_an_epoch(seed):
-    lengths, plan = random_problem(seed)
-    schedule = make_schedule(lengths, plan, seed, accumulate=1 + seed % 2)
-    report, batches = schedule.report(), examples_of(schedule)
-    assert report.padded_tokens == sum(bucket.num_tokens for bucket, _ in batches)
-    assert report.real_tokens == sum(int(x.sum()) for x in lengths.values())
-    for part, bucket in zip(report.buckets, plan.buckets, strict=True):
-        assert part.seq_len == bucket.seq_len
-        assert part.batches == sum(bucket == x for x, _ in batches)
 
 
 @pytest.mark.parametrize(("hosts", "seed"), [(1, 0), (3, 1), (8, 0)])
@@ -127,7 +103,7 @@ def test_hosts_load_parts_of_the_same_batches(hosts, seed):
 
 
 @pytest.mark.parametrize("policy", ["truncate", "truncate_left"])
-@pytest.mark.parametrize("seed", seeds(30))
+@pytest.mark.parametrize("seed", seeds(10, 30))
 def test_too_long_sequences_follow_the_policy_of_their_side(seed, policy):
     lengths, plan = random_problem(300 + seed)
     longest = {name: max(1, t // 2) for name, t in plan.buckets[-1].seq_len.items()}
@@ -207,7 +183,7 @@ def test_plans_with_invalid_sequences_are_refused(name, shapes, fields):
 # Balance
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(6, 20))
 def test_balanced_rows_are_those_of_the_same_batch(seed):
     lengths, plan = random_problem(seed)
     plain, balanced = (

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from schedule_cases import Cycles
+from schedule_cases import Cycles, check_open_rows_first, is_open
 
 from jaxbucket import BatchSchedule, Bucket, BucketPlan, Curriculum, plan_buckets
 from jaxbucket.schedule import (
@@ -15,7 +15,6 @@ from jaxbucket.schedule import (
     StepPacing,
 )
 from jaxbucket.schedule.metric import Metric
-from jaxbucket.schedule.pacing import pacing_unit
 
 # Each opens examples by one metric; in a case, every metric has its own.
 PACINGS = {
@@ -70,70 +69,11 @@ def build(case, replacement=False, **options) -> BatchSchedule:
     return BatchSchedule(plan, lengths, order=order, **options)
 
 
-def progress_at(schedule: BatchSchedule, unit: str, step: int) -> float:
-    tokens = BatchSchedule(schedule.plan, schedule.lengths).report().real_tokens
-    size = len(schedule)
-    epoch, position = divmod(step, size)
-    return {
-        "epochs": epoch + position / size,
-        "steps": step,
-        "tokens": step * tokens / size,
-    }[unit]
-
-
-def is_open(schedule: BatchSchedule, step: int) -> np.ndarray:
-    """Returns whether each example is open, `[N]` bool, by the definition."""
-    result = np.ones(len(schedule.lengths), bool)
-    order = schedule.order
-    for name, values in order.difficulty.items():
-        pacing = order.pacing[name]
-        done = progress_at(schedule, pacing_unit(pacing), step)
-        if isinstance(pacing, ByValue):
-            share = pacing.pacing(done)
-            limit = pacing.low + (pacing.high - pacing.low) * share + 1e-9
-            if pacing.multiple:
-                limit = math.floor(limit / pacing.multiple) * pacing.multiple
-        else:
-            count = math.ceil(round(pacing(done), 9) * len(values) - 1e-6)
-            limit = np.sort(values)[max(count, 1) - 1]
-        result &= values <= limit
-    return result
-
-
 @pytest.mark.parametrize("case", MARKED_CASES, ids="-".join)
 def test_open_examples_are_drawn_first_and_each_example_once(case):
     schedule = build(case)
-    lengths, size = schedule.lengths, len(schedule)
-    sizes = {bucket: bucket.batch_size for bucket in schedule.plan.buckets}
     for epoch in range(3):
-        batches = [schedule[epoch * size + x] for x in range(size)]
-        left = {
-            bucket: {i for b in batches if b.bucket == bucket for i in b.rows.tolist()}
-            - {-1}
-            for bucket in sizes
-        }
-        assert sorted(set().union(*left.values())) == list(range(len(lengths)))
-        for position, batch in enumerate(batches):
-            open_now = is_open(schedule, epoch * size + position)
-            drawn = set(batch.rows.tolist()) - {-1}
-            assert drawn <= left[batch.bucket]
-            need = {k: min(sizes[k], len(rest)) for k, rest in left.items() if rest}
-            can_fill = {k: sum(open_now[i] for i in left[k]) >= need[k] for k in need}
-            assert len(drawn) == need[batch.bucket]
-            if any(can_fill.values()):
-                assert can_fill[batch.bucket] and open_now[list(drawn)].all()
-            else:
-                # All of its open examples come, completed by others.
-                assert {i for i in left[batch.bucket] if open_now[i]} <= drawn
-                if len(case) == 1:
-                    # No bucket can fill a batch, so the easiest batch comes next.
-                    (values,) = schedule.order.difficulty.values()
-                    hardest = {
-                        k: np.sort(values[[*left[k]]])[n - 1] for k, n in need.items()
-                    }
-                    assert values[[*drawn]].max() == min(hardest.values())
-            left[batch.bucket] -= drawn
-        assert not any(left.values())
+        check_open_rows_first(schedule, epoch)
 
 
 def test_a_batch_is_completed_by_the_examples_that_open_next():
@@ -190,21 +130,6 @@ def test_equal_metrics_equal_one_metric():
             np.testing.assert_array_equal(one[step].rows, both[step].rows)
 
 
-def test_dropped_examples_do_not_count():
-    plan, lengths, metrics = problem()
-    short = plan_buckets(lengths, max_tokens=600, max_seq_len=50, overlong="drop")
-    kept = lengths <= 50
-    ids = np.flatnonzero(kept)
-    pacing = {"length": PACINGS["linear"], "noise": PACINGS["root"]}
-    names = {name: metrics[name] for name in pacing}
-    subset = {name: values[kept] for name, values in names.items()}
-    one = BatchSchedule(short, lengths, order=Curriculum(names, pacing))
-    other = BatchSchedule(short, lengths[kept], order=Curriculum(subset, pacing))
-    for step in range(2 * len(one)):
-        rows = other[step].rows
-        np.testing.assert_array_equal(one[step].rows, np.where(rows < 0, -1, ids[rows]))
-
-
 def num_open(pacing, values, progress) -> int:
     metric = Metric("difficulty", values, pacing)
     return metric.num_open(np.sort(values), progress)
@@ -222,8 +147,6 @@ def deepspeed_value(kind: str, step: int, config: dict) -> int:
         value = math.floor(Fraction(step * (high - low), total) + low)
     else:
         # The floor of an irrational number, by an exact integer root.
-        degree = config["degree"]
-        assert degree == 2
         value = math.isqrt(step * (high - low) ** 2 // total) + low
     value -= value % config["multiple"]
     return min(value, high - high % config["multiple"])
@@ -238,26 +161,17 @@ STEPS = [0, 1, 2, 333, 334, 624, 625, 9_999, 10_001, 10**7 - 1, 10**7, 10**7 + 1
 )
 def test_open_sets_by_value_are_those_of_deepspeed(total, kind):
     values = np.random.default_rng(1).integers(1, 2100, 500)
-    config = {"min": 8, "max": 2048, "total": total, "multiple": 8, "degree": 2}
+    config = {"min": 8, "max": 2048, "total": total, "multiple": 8}
     config |= {"difficulty": [100, 300, 700], "max_step": [total // 3, total]}
+    options = {"duration": total - 1, "unit": "steps"}
+    root = RootPacing((1 / total) ** 0.5, **options)
+    shares = StepPacing((1 / 7, 3 / 7, 1), boundaries=(total // 3, total), unit="steps")
     pacing = {
         "fixed_linear": ByValue(
-            LinearPacing(1 / total, duration=total - 1, unit="steps"),
-            8,
-            2048,
-            multiple=8,
+            LinearPacing(1 / total, **options), 8, 2048, multiple=8
         ),
-        "fixed_root": ByValue(
-            RootPacing((1 / total) ** 0.5, duration=total - 1, unit="steps"),
-            8,
-            2048,
-            multiple=8,
-        ),
-        "fixed_discrete": ByValue(
-            StepPacing((1 / 7, 3 / 7, 1), boundaries=(total // 3, total), unit="steps"),
-            0,
-            700,
-        ),
+        "fixed_root": ByValue(root, 8, 2048, multiple=8),
+        "fixed_discrete": ByValue(shares, 0, 700),
         "custom": ByValue(Every100(), 0, 2048),
     }[kind]
     for step in {*STEPS, total // 2, total // 3, total - 1, total}:

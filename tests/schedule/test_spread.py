@@ -25,21 +25,15 @@ def deviations(sequence: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def spread_evenly(
     positions: Iterable[int], counts: Sequence[int] | np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Returns the items at positions, and the numbers of their occurrences."""
     counts = tuple(map(int, counts))
-    pairs = [item_at(int(position), counts) for position in positions]
-    items, numbers = np.array(pairs).reshape(-1, 2).T
-    return items, numbers
+    return np.array([item_at(int(position), counts) for position in positions]).T
 
 
-def at(
-    updates: SpreadUpdates, positions: Iterable[int], start: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def at(updates: SpreadUpdates, positions: Iterable[int], start: int = 0) -> np.ndarray:
     """Returns the buckets at positions, and the numbers of their batches."""
-    pairs = [updates.at(int(position), start) for position in positions]
-    items, numbers = np.array(pairs).reshape(-1, 2).T
-    return items, numbers
+    return np.array([updates.at(int(position), start) for position in positions]).T
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 5, 1), (7,), (1, 1), (40, 2, 9, 9, 1)])
@@ -104,12 +98,8 @@ def test_any_window_of_a_run_has_the_share_of_every_bucket(seed):
     assert np.ptp(deviations(others, counts), axis=1).max() > 4
 
 
-def test_epochs_and_seeds_have_different_batches():
-    schedule, other = make_schedule(), make_schedule(seed=1)
-    one, two = schedule[0], schedule[len(schedule)]
-    assert one.bucket == two.bucket and not np.array_equal(one.rows, two.rows)
-    starts = {str(make_schedule(seed)[0].bucket) for seed in range(20)}
-    assert len(starts) > 1 and schedule.fingerprint != other.fingerprint
+def test_seeds_start_with_different_buckets():
+    assert len({str(make_schedule(seed)[0].bucket) for seed in range(20)}) > 1
 
 
 def test_batches_that_are_not_full_are_at_any_place_of_an_epoch():
@@ -141,8 +131,8 @@ def test_updates_have_each_batch_once_and_one_of_each_part(seed):
     for item, count in enumerate(counts):
         assert sorted(numbers[items == item]) == list(range(count))
     some = np.random.default_rng(seed).integers(0, len(items), 20)
-    for got, want in zip(at(updates, some, seed), (items, numbers), strict=True):
-        np.testing.assert_array_equal(got, want[some])
+    got = at(updates, some, seed)
+    np.testing.assert_array_equal(got, np.stack([items, numbers])[:, some])
     whole, others = updates_of(counts, size, head)
     head = min(head, len(items))
     assert len(others) == head + (len(items) - head) % size

@@ -43,34 +43,38 @@ ORDERS = {
     "two metrics": curriculum,
     "replacement": lambda kept: curriculum(kept, replacement=True),
 }
+SHORT = jb.plan_buckets(
+    LENGTHS[SUBSET], max_tokens=240, num_buckets=3, max_seq_len=30, overlong="drop"
+)
 OPTIONS = {
     "plain": {},
+    "short": {"plan": SHORT},
     "dropped": {"remainder": "drop"},
     "accumulated": {"accumulate": 2, "group": "mixed", "balance": True},
 }
 
 
+def assert_selected(schedule, alone, kept) -> None:
+    """Asserts that a schedule has the batches of one of only the examples it keeps."""
+    assert len(schedule) == len(alone)
+    # Row -1 is empty.
+    indices = np.append(np.flatnonzero(kept), -1)
+    for step in range(2 * len(alone)):
+        pairs = schedule.micro_batches(step), alone.micro_batches(step)
+        for batch, expected in zip(*pairs, strict=True):
+            assert batch.bucket == expected.bucket
+            np.testing.assert_array_equal(batch.rows, indices[expected.rows])
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_subset_has_the_batches_of_the_selected_examples(order, options):
-    everything = np.ones(500, bool)
-    order, options = ORDERS[order], OPTIONS[options]
-    schedule = jb.BatchSchedule(
-        PLAN, LENGTHS, order=order(everything), subset=SUBSET, seed=3, **options
-    )
-    indices = np.flatnonzero(SUBSET)
-    alone = jb.BatchSchedule(
-        PLAN, LENGTHS[SUBSET], order=order(SUBSET), seed=3, **options
-    )
-    assert len(schedule) == len(alone)
-    for step in range(2 * len(alone)):
-        pairs = zip(
-            schedule.micro_batches(step), alone.micro_batches(step), strict=True
-        )
-        for batch, expected in pairs:
-            assert batch.bucket == expected.bucket
-            rows = np.where(expected.rows < 0, -1, indices[expected.rows])
-            np.testing.assert_array_equal(batch.rows, rows)
+    kept = SUBSET & (LENGTHS <= 30) if options == "short" else SUBSET
+    make, options = ORDERS[order], {"plan": PLAN, "seed": 3, **OPTIONS[options]}
+    order = make(np.ones(500, bool))
+    schedule = jb.BatchSchedule(lengths=LENGTHS, order=order, subset=SUBSET, **options)
+    alone = jb.BatchSchedule(lengths=LENGTHS[kept], order=make(kept), **options)
+    assert_selected(schedule, alone, kept)
 
 
 def test_indices_are_the_same_subset_as_a_mask():
@@ -162,13 +166,7 @@ def test_packed_rows_of_a_subset_are_those_of_the_selected_examples(order, overl
         plan, LENGTHS, order=make(np.ones(500, bool)), subset=SUBSET, packing=packing
     )
     alone = jb.BatchSchedule(plan, LENGTHS[kept], order=make(kept), packing=packing)
-    assert len(schedule) == len(alone)
-    indices = np.flatnonzero(kept)
-    for step in range(2 * len(alone)):
-        batch, expected = schedule[step], alone[step]
-        assert batch.bucket == expected.bucket
-        rows = np.where(expected.rows < 0, -1, indices[expected.rows])
-        np.testing.assert_array_equal(batch.rows, rows)
+    assert_selected(schedule, alone, kept)
     report, other = schedule.report(), alone.report()
     assert report.packed_examples == other.packed_examples == np.count_nonzero(kept)
     assert report.real_tokens == other.real_tokens == LENGTHS[kept].sum()

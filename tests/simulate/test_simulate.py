@@ -1,5 +1,6 @@
 """Simulated epochs against runs that are played step by step, in plain numpy."""
 
+import dataclasses
 import json
 from statistics import NormalDist
 
@@ -18,6 +19,9 @@ PLAN = jb.plan_buckets(LENGTHS, max_tokens=4096, num_buckets=4, batch_size_multi
 
 def step_seconds(batch_size, seq_len):
     return 0.1 + batch_size * seq_len * 1e-4
+
+
+CLUSTER = Cluster(step_seconds=step_seconds)
 
 
 def played(schedule, cluster, rng, num_runs=500):
@@ -66,9 +70,8 @@ def test_the_parts_of_an_epoch_are_those_of_a_played_run(num_hosts, skew, row_se
 
 
 def test_steps_have_the_numbers_of_the_schedule():
-    cluster = Cluster(step_seconds=step_seconds)
     schedule = jb.BatchSchedule(PLAN, LENGTHS)
-    steps = simulate(PLAN, LENGTHS, cluster, num_points=10**6)["plan"].steps
+    steps = simulate(PLAN, LENGTHS, CLUSTER, num_points=10**6)["plan"].steps
     assert steps["step"].tolist() == list(range(len(schedule)))
     rows = [batch.rows[batch.rows >= 0] for batch in schedule]
     assert steps["examples"].tolist() == [len(row) for row in rows]
@@ -80,14 +83,10 @@ def test_steps_have_the_numbers_of_the_schedule():
     tokens = np.array([LENGTHS[row].sum() for row in rows])
     assert steps["tokens"].sum() == pytest.approx(tokens.sum(), rel=1e-9)
     assert np.abs(steps["tokens"] / tokens - 1).mean() < 0.2
-
-
-def test_some_steps_are_at_equal_distances():
-    cluster = Cluster(step_seconds=step_seconds)
-    every = simulate(PLAN, LENGTHS, cluster, num_points=10**6)["plan"].steps
-    some = simulate(PLAN, LENGTHS, cluster, num_points=10)["plan"].steps
+    # Fewer steps are at equal distances.
+    some = simulate(PLAN, LENGTHS, CLUSTER, num_points=10)["plan"].steps
     assert len(some["step"]) == 10 and np.ptp(np.diff(some["step"])) <= 1
-    np.testing.assert_array_equal(some["seconds"], every["seconds"][some["step"]])
+    np.testing.assert_array_equal(some["seconds"], steps["seconds"][some["step"]])
 
 
 @pytest.mark.parametrize("work", [None, "examples", "tokens"])
@@ -108,8 +107,7 @@ def test_learning_rates_are_those_of_the_optimizer(work):
         before["tokens_before"] += sizes["num_tokens"]
         if step == 40:
             break
-    cluster = Cluster(step_seconds=step_seconds)
-    steps = simulate(PLAN, LENGTHS, cluster, learning_rate=rate)["plan"].steps
+    steps = simulate(PLAN, LENGTHS, CLUSTER, learning_rate=rate)["plan"].steps
     assert len(steps["learning_rate"]) == len(steps["step"])
 
 
@@ -132,7 +130,6 @@ def test_balance_is_that_of_the_batches(num_devices):
 def test_faults_cost_what_the_formula_says(interval, checkpoint):
     """Daly, 2006, A higher order estimate of the optimum checkpoint interval."""
     mean, work, restart = 5000.0, 500_000.0, 100.0
-
     cluster = Cluster(
         hours_between_faults=mean / 3600,
         restart_seconds=restart,
@@ -265,7 +262,7 @@ def test_long_runs_get_on():
     cluster = Cluster(
         num_hosts=20_000,
         hours_between_faults=20_000.0,
-        step_seconds=lambda batch_size, seq_len: 1.0,
+        step_seconds=lambda *shape: 1.0,
         restart_seconds=60,
         checkpoint_seconds=1,
     )
@@ -279,8 +276,7 @@ def test_long_runs_get_on():
 
 def test_several_plans_are_side_by_side():
     one = jb.plan_buckets(LENGTHS, max_tokens=4096, num_buckets=1)
-    cluster = Cluster(step_seconds=step_seconds, checkpoint_steps=5)
-    simulation = simulate({"four": PLAN, "one $": one}, LENGTHS, cluster)
+    simulation = simulate({"four": PLAN, "one $": one}, LENGTHS, CLUSTER)
     text = str(simulation)
     assert "four" in text and "one $" in text
     numbers = json.loads(simulation.to_json())
@@ -315,6 +311,10 @@ def test_a_wrong_number_of_a_cluster_is_named(name, value):
         Cluster(**{name: value})
 
 
+# No 100 steps pass without a fault.
+OFTEN = dataclasses.replace(CLUSTER, hours_between_faults=[0.001], checkpoint_steps=100)
+
+
 @pytest.mark.parametrize(
     "argument, plan, options",
     [
@@ -323,20 +323,10 @@ def test_a_wrong_number_of_a_cluster_is_named(name, value):
         ("plan", jb.plan_packing(LENGTHS, max_tokens=4096, pack="always").plan, {}),
         ("order", PLAN, {"order": "source"}),
         ("num_points", PLAN, {"num_points": 0}),
-        (
-            "checkpoint_steps",
-            PLAN,
-            {
-                "cluster": Cluster(
-                    step_seconds=step_seconds,
-                    hours_between_faults=[0.001],
-                    checkpoint_steps=100,
-                )
-            },
-        ),
+        ("checkpoint_steps", PLAN, {"cluster": OFTEN}),
     ],
 )
 def test_what_cannot_be_simulated_is_named(argument, plan, options):
-    options = {"cluster": Cluster(step_seconds=step_seconds), **options}
+    options = {"cluster": CLUSTER, **options}
     with pytest.raises(ValueError, match=f"`{argument}"):
         simulate(plan, LENGTHS, **options)

@@ -2,7 +2,6 @@
 
 import pytest
 
-SLOW = pytest.mark.exhaustive
 SORT = """
 import jax, jax.numpy as jnp, numpy as np
 import jaxbucket as jb
@@ -178,7 +177,7 @@ with jb.Processes() as processes:
 
 @pytest.mark.parametrize(
     ("count", "devices"),
-    [(2, 2), pytest.param(2, 1, marks=SLOW), pytest.param(4, 1, marks=SLOW)],
+    [(2, 2), pytest.param(4, 1, marks=pytest.mark.exhaustive)],
 )
 def test_processes_sort_together_and_write_one_index(launch, tmp_path, count, devices):
     run = launch(SORT_AND_INDEX, count=count, devices=devices)
@@ -246,7 +245,7 @@ def reset():
 with jb.Processes() as processes:
     here, count = processes.index, processes.count
     mesh = jb.data_mesh()
-    size = 2**24
+    size = 2**23
     rng = np.random.default_rng(0)
     # The first sort loads and compiles code, which must not be measured.
     jb.sort.sample_sort(rng.integers(0, 99, size, np.int32), mesh)

@@ -182,15 +182,20 @@ def parts_of(lengths, shares):
         yield host, start, lengths[start:end]
 
 
-def hosts_of(lengths, plan, shares, pool_size, sample=None, meet=True, **options):
-    """Returns an iterator for each host, over its share of the examples."""
+def hosts_of(
+    lengths, plan, shares, pool_size, sample=None, meet=True, make=stream, **options
+):
+    """Returns an iterator for each host, over its share of the examples.
+
+    `make` returns the stream of some lengths, given the index of the first example.
+    """
     threads = Threads(len(shares))
     given = {"pool_size": pool_size, "like": LIKE, **options}
     given["lengths"] = lengths if sample is None else sample
     return [
         iter(
             batches_of(
-                stream(part, first=start),
+                make(part, first=start),
                 plan,
                 shard=jb.data.RowShard((host,), len(shares)),
                 processes=threads.of(host) if meet else None,
@@ -199,3 +204,20 @@ def hosts_of(lengths, plan, shares, pool_size, sample=None, meet=True, **options
         )
         for host, start, part in parts_of(lengths, shares)
     ]
+
+
+def assert_resume(make, start: int, whole, before=None) -> None:
+    """Asserts that hosts go on at a step, after others have loaded ahead of it.
+
+    Args:
+      make: returns new hosts.
+      start: the step.
+      whole: all steps of each host.
+      before: returns the hosts whose states are saved, by default `make`.
+    """
+    saved, after = (before or make)(), make()
+    drive(saved, start + 3)
+    for host, loaded in zip(after, saved, strict=True):
+        host.set_state(through_json(loaded.state_before(start)))
+    for rest, steps in zip(drive(after), whole, strict=True):
+        assert_same(rest, steps[start:])

@@ -22,7 +22,6 @@ from stream_cases import (
 
 import jaxbucket as jb
 from jaxbucket.stream.examples import epoch_seed
-from jaxbucket.testing import check_batches
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -122,29 +121,6 @@ def test_padding_has_the_pad_value_and_is_masked(options):
     source = Numbers(lengths)
     assert loss == sum(int(source[i]["tokens"].sum()) for i in range(150))
     assert tokens == lengths.sum()
-
-
-@pytest.mark.parametrize("options", SOME_OPTIONS, ids=str)
-def test_streams_pass_the_checks_of_any_loader(options):
-    lengths, plan, _ = make_case(34, size=120)
-    pool = smallest_pool(plan, options) + 10
-
-    def loader(host: int, start_step: int):
-        del host
-        dataset = batches_of(stream(lengths), plan, pool_size=pool, **options)
-        iterator, again = iter(dataset), iter(dataset)
-        for _ in range(start_step):
-            next(iterator)
-        again.set_state(through_json(iterator.get_state()))
-        return again
-
-    check_batches(
-        loader,
-        num_examples=120,
-        buckets=plan.buckets,
-        max_tokens=plan.max_tokens,
-        resume_at=range(0, 4),
-    )
 
 
 def test_grain_mixes_streams_and_resumes():

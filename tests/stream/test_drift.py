@@ -41,7 +41,7 @@ def test_a_drift_is_warned_of_once(plan, options):
     assert recent.tolist() == lengths[-512:].tolist()
     limits = {"max_tokens": 2048, "max_seq_len": plan.max_seq_len, "num_buckets": 3}
     new = jb.plan_buckets(recent, sample=True, **limits)
-    if not plan.packed and "max_segments_per_row" not in options:
+    if "max_segments_per_row" not in options:
         assert jb.report(new, recent).padding + 0.05 < jb.report(plan, recent).padding
         # The new plan can be adopted.
         jb.stream_batches(stream(lengths), {0: plan, 9: new}, pool_size=600)

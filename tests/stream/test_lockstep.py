@@ -10,6 +10,7 @@ from stream_cases import (
     SOME_OPTIONS,
     Numbers,
     Threads,
+    assert_resume,
     assert_same,
     batches_of,
     drive,
@@ -50,12 +51,33 @@ def test_every_bucket_occurs_in_proportion_to_its_share_without_long_gaps(seed):
             assert np.diff(places).max() <= longest_gap + 1
 
 
-def test_bucket_shares_count_batches_with_a_minimum_for_the_longest():
-    plan = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
-    lengths = np.array([4] * 800 + [16] * 100)
-    assert bucket_shares(plan, lengths, None) == [Fraction(2, 3), Fraction(1, 3)]
-    rare = np.array([4] * 8000 + [16])
-    assert bucket_shares(plan, rare, None)[1] == MIN_SHARE_OF_LONGEST
+ONE = jb.BucketPlan((jb.Bucket(8, 4), jb.Bucket(2, 16)), max_tokens=32)
+SIZES = [{"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 4, "b": 9}]
+SEVERAL = jb.BucketPlan.from_shapes([(2, size) for size in SIZES])
+# With several sequences, two buckets are among the longest.
+LEAST = MIN_SHARE_OF_LONGEST / 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "numbers", "shares"),
+    [
+        (ONE, {4: 800, 16: 100}, ["2/3", "1/3"]),
+        (ONE, {4: 8000, 16: 1}, [1 - 2 * LEAST, 2 * LEAST]),
+        (SEVERAL, {(4, 4): 4, (8, 4): 2, (4, 9): 2}, ["1/2", "1/4", "1/4"]),
+        (SEVERAL, {(4, 4): 7996, (8, 4): 2, (4, 9): 2}, [1 - 2 * LEAST, LEAST, LEAST]),
+        # The second is below the minimum only once the third has been raised.
+        (
+            SEVERAL,
+            {(4, 4): 9840, (8, 4): 158, (4, 9): 2},
+            [1 - 2 * LEAST, LEAST, LEAST],
+        ),
+    ],
+)
+def test_bucket_shares_count_batches_with_a_minimum_for_the_longest(
+    plan, numbers, shares
+):
+    lengths = np.repeat(list(numbers), list(numbers.values()), axis=0)
+    assert bucket_shares(plan, lengths, None) == [Fraction(share) for share in shares]
 
 
 @pytest.mark.parametrize("options", SOME_OPTIONS, ids=str)
@@ -90,13 +112,7 @@ def test_hosts_resume_at_every_step(seed, options):
     make = functools.partial(hosts_of, lengths, plan, [1, 2, 3], pool, **options)
     whole = drive(make())
     for start in range(0, len(whole[0]) + 1, 5):
-        before, after = make(), make()
-        # Hosts load ahead of the step that is saved.
-        drive(before, start + 3)
-        for host, loaded in zip(after, before, strict=True):
-            host.set_state(through_json(loaded.state_before(start)))
-        for rest, steps in zip(drive(after), whole, strict=True):
-            assert_same(rest, steps[start:])
+        assert_resume(make, start, whole)
 
 
 @pytest.mark.parametrize("options", SOME_OPTIONS, ids=str)
@@ -119,7 +135,7 @@ def test_hosts_that_do_not_meet_are_in_lockstep_until_num_steps(options):
         buckets=plan.buckets,
         max_tokens=plan.max_tokens,
         num_hosts=2,
-        resume_at=range(0, 12, 3),
+        resume_at=range(8),
     )
 
 
@@ -170,13 +186,9 @@ def test_a_plan_adopted_inside_a_round_starts_a_new_round(start, pool):
     make = functools.partial(hosts_of, lengths, shares=[1, 1], pool_size=pool)
     for other in ([(8, 32)], [(20, 5), (8, 11), (6, 20), (4, 32)]):
         plans = {0: plan, 14: jb.BucketPlan.from_shapes(other)}
-        want = drive(make(plan=plans))
-        before, after = make(plan=plan), make(plan=plans)
-        drive(before, 15)
-        for host, loaded in zip(after, before, strict=True):
-            host.set_state(through_json(loaded.state_before(start)))
-        for rest, steps in zip(drive(after), want, strict=True):
-            assert_same(rest, steps[start:])
+        changed = functools.partial(make, plan=plans)
+        before = functools.partial(make, plan=plan)
+        assert_resume(changed, start, drive(changed()), before)
 
 
 @pytest.mark.parametrize("max_segments", [None, 4])

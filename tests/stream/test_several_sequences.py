@@ -1,18 +1,20 @@
 """Streams of examples with several sequences, against plain lists and numpy."""
 
+import functools
 import itertools
-from fractions import Fraction
 
 import grain
 import numpy as np
 import pytest
 import scipy.optimize
 from stream_cases import (
-    Threads,
+    OPTIONS,
+    assert_resume,
+    assert_same,
     batches_of,
     drive,
     exhaustive,
-    parts_of,
+    hosts_of,
     smallest_pool,
     steps_of,
     through_json,
@@ -20,21 +22,14 @@ from stream_cases import (
 
 import jaxbucket as jb
 from jaxbucket.base.policies import TRUNCATING
-from jaxbucket.stream.bucket_sequence import MIN_SHARE_OF_LONGEST, bucket_shares
 from jaxbucket.stream.drain import cheapest_batches
 
 NAMES = ("source", "target", "video")
 # The second feature is as long as the target.
 SEQUENCES = {"source": [], "target": ["weights"], "video": []}
-OPTIONS = [
-    {},
-    {"policy": "first"},
-    {"accumulate": 3},
-    {"accumulate": 2, "group": "mixed"},
-]
-
-
-FEW_OPTIONS = [OPTIONS[0], OPTIONS[3], *exhaustive(OPTIONS[1:3])]
+# Rows of several sequences are not packed in streams.
+PADDED = OPTIONS[:4]
+SOME_PADDED = [PADDED[0], PADDED[3], *exhaustive(PADDED[1:3])]
 
 
 def make_example(index: int, lengths) -> dict[str, np.ndarray]:
@@ -149,19 +144,10 @@ def kept_indices(lengths, plan) -> list[int]:
     return [i for i, x in enumerate(lengths.tolist()) if kept_lengths(x, plan)]
 
 
-def assert_same(batches, want) -> None:
-    for steps, other in zip(steps_of(batches), steps_of(want), strict=True):
-        for a, b in zip(steps, other, strict=True):
-            for part, other_part in zip(a, b, strict=True):
-                assert part.keys() == other_part.keys()
-                for name in part:
-                    np.testing.assert_array_equal(part[name], other_part[name])
-
-
 # One host
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", PADDED, ids=str)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, *exhaustive(range(4, 20))])
 def test_every_example_is_in_one_row_of_a_planned_shape(seed, options):
     lengths, plan, rng = make_case(seed)
@@ -243,15 +229,6 @@ def test_a_pool_with_all_examples_costs_little_more_than_a_schedule(seed):
     assert tokens <= 1.02 * jb.report(plan, by_name(lengths)).padded_tokens
 
 
-@pytest.mark.parametrize("options", FEW_OPTIONS, ids=str)
-def test_resuming_at_every_step_yields_the_remaining_batches(options):
-    lengths, plan, _ = make_case(7, size=14)
-    given = {"sequences": sequences_of(plan), "num_epochs": 2, **options}
-    pool = smallest_pool(plan, options) + 9
-    dataset = batches_of(stream(lengths), plan, pool_size=pool, **given)
-    grain.experimental.assert_equal_output_after_checkpoint(dataset)
-
-
 def test_a_loader_and_a_transform_make_examples_with_several_sequences():
     lengths, plan, _ = make_case(2, size=60)
 
@@ -280,7 +257,7 @@ def test_a_loader_and_a_transform_make_examples_with_several_sequences():
         next(iterator)
     again = iter(dataset)
     again.set_state(through_json(iterator.get_state()))
-    assert_same(again, batches[7:])
+    assert_same(list(again), batches[7:])
     recent = again.recent_lengths()
     assert list(recent) == list(plan.sequences) and len(recent["target"]) > 20
 
@@ -288,40 +265,25 @@ def test_a_loader_and_a_transform_make_examples_with_several_sequences():
 # Several hosts
 
 
-def hosts_of(lengths, plan, shares, pool_size, meet=True, **options):
-    """Returns an iterator for each host, over its share of the examples."""
-    threads = Threads(len(shares))
-    return [
-        iter(
-            batches_of(
-                stream(part, first=start),
-                plan,
-                pool_size=pool_size,
-                lengths=by_name(lengths),
-                shard=jb.data.RowShard((host,), len(shares)),
-                processes=threads.of(host) if meet else None,
-                like=make_example(0, [1] * lengths.shape[1]),
-                sequences=sequences_of(plan),
-                **options,
-            )
-        )
-        for host, start, part in parts_of(lengths, shares)
-    ]
-
-
 SHARES = [[1, 1, 1], [1, 4], [5, 0, 1]]
 
 
-@pytest.mark.parametrize("options", FEW_OPTIONS, ids=str)
+@pytest.mark.parametrize("options", SOME_PADDED, ids=str)
 @pytest.mark.parametrize("seed", [4, *exhaustive([3, *range(5, 12)])])
 def test_hosts_with_processes_end_together_and_resume(seed, options):
     shares = SHARES[seed % 3]
     lengths, plan, rng = make_case(seed + 40, size=60, multiple=len(shares))
     pool = smallest_pool(plan, options) * int(rng.integers(1, 4))
 
-    def make():
-        return hosts_of(lengths, plan, shares, pool, **options)
-
+    make = functools.partial(
+        hosts_of,
+        *(lengths, plan, shares, pool),
+        sample=by_name(lengths),
+        make=stream,
+        like=make_example(0, [1] * lengths.shape[1]),
+        sequences=sequences_of(plan),
+        **options,
+    )
     hosts = make()
     whole = drive(hosts)
     for steps in zip(*whole, strict=True):
@@ -338,13 +300,7 @@ def test_hosts_with_processes_end_together_and_resume(seed, options):
     assert sorted(indices) == kept_indices(lengths, plan)
     assert all(host.ended for host in hosts)
     for start in range(1, len(whole[0]) + 1, max(4, len(whole[0]) // 3)):
-        before, after = make(), make()
-        # Hosts load ahead of the step that is saved.
-        drive(before, start + 3)
-        for host, loaded in zip(after, before, strict=True):
-            host.set_state(through_json(loaded.state_before(start)))
-        for rest, steps in zip(drive(after), whole, strict=True):
-            assert_same(rest, steps[start:])
+        assert_resume(make, start, whole)
 
 
 def test_draining_the_pools_costs_little_more_than_the_minimum():
@@ -380,20 +336,6 @@ def test_draining_the_pools_costs_little_more_than_the_minimum():
     assert np.mean(ratios) < 1.1
 
 
-def test_each_of_the_longest_buckets_has_a_minimum_share():
-    sizes = [{"a": 4, "b": 4}, {"a": 8, "b": 4}, {"a": 4, "b": 9}]
-    plan = jb.BucketPlan.from_shapes([(2, size) for size in sizes])
-    least = MIN_SHARE_OF_LONGEST / 2
-    rare = np.array([[4, 4]] * 7996 + [[8, 4]] * 2 + [[4, 9]] * 2)
-    assert bucket_shares(plan, rare, None) == [1 - 2 * least, least, least]
-    # The second share is below the minimum only once the third has been raised.
-    lengths = np.array([[4, 4]] * 9840 + [[8, 4]] * 158 + [[4, 9]] * 2)
-    assert bucket_shares(plan, lengths, None) == [1 - 2 * least, least, least]
-    even = np.array([[4, 4]] * 4 + [[8, 4]] * 2 + [[4, 9]] * 2)
-    want = [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4)]
-    assert bucket_shares(plan, even, None) == want
-
-
 # Errors
 
 PAIR = {"source": 8, "target": 4}
@@ -418,24 +360,20 @@ def test_an_example_that_no_bucket_holds_is_named(overlong, lengths):
 
 
 def test_hosts_may_start_with_images_of_different_sizes():
-    def images(host):
-        sizes = np.random.default_rng(host).integers(1, 8, (20, 2))
-        return [{"image": np.full(shape, host)} for shape in sizes.tolist()]
+    def images(part, first):
+        sizes = np.random.default_rng(first).integers(1, 8, (len(part), 2))
+        source = [{"image": np.full(shape, first)} for shape in sizes.tolist()]
+        return grain.MapDataset.source(source).to_iter_dataset()
 
-    names, threads = ("height", "width"), Threads(2)
-    hosts = [
-        iter(
-            batches_of(
-                grain.MapDataset.source(images(host)).to_iter_dataset(),
-                jb.BucketPlan.from_shapes([(4, dict.fromkeys(names, 8))]),
-                pool_size=8,
-                lengths={name: [8, 4] for name in names},
-                shard=jb.data.RowShard((host,), 2),
-                processes=threads.of(host),
-                sequences={name: ["image"] for name in names},
-            )
-        )
-        for host in range(2)
-    ]
+    names = ("height", "width")
+    hosts = hosts_of(
+        np.zeros(40),
+        jb.BucketPlan.from_shapes([(4, dict.fromkeys(names, 8))]),
+        *([1, 1], 8),
+        sample={name: [8, 4] for name in names},
+        make=images,
+        like=None,
+        sequences={name: ["image"] for name in names},
+    )
     one, two = ([x.bucket for (x,) in steps] for steps in drive(hosts))
     assert one == two != []
