@@ -103,10 +103,8 @@ def mixture_of_three(seed: int = 0):
     return mixture, sources
 
 
-@pytest.mark.parametrize(
-    "num_steps", [20, pytest.param(300, marks=pytest.mark.exhaustive)]
-)
-def test_three_components_share_one_compiled_step(mesh, num_steps):
+def test_three_components_share_one_compiled_step(mesh):
+    num_steps = 20
     mixture, sources = mixture_of_three()
     loader = jb.MeshLoader(sources, mixture, mesh, num_steps=num_steps)
     tx = optax.sgd(0.05)
@@ -191,7 +189,7 @@ def test_an_update_may_have_components_with_different_features(
     assert kinds.count({"tokens", "frames"}) >= 2
     for batches in loader:
         params = nnx.state(state.model, nnx.Param)
-        loss, grads = jax.value_and_grad(mean_loss)(params, batches)
+        loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params, batches)
         expected = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
         state, metrics = steps(state, batches)
         assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)

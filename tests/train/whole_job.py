@@ -98,10 +98,6 @@ def make_schedule(source: Any, accumulate: int) -> jb.BatchSchedule:
     return jb.BatchSchedule(plan, lengths, seed=1, accumulate=accumulate)
 
 
-def make_optimizer() -> optax.GradientTransformation:
-    return optax.adam(1e-2)
-
-
 @jax.jit
 def move_average(average: Any, state: jb.train.TrainState) -> Any:
     return optax.incremental_update(state.params, average, 1 - DECAY)
@@ -132,7 +128,7 @@ def train(
     mesh = jb.data_mesh(devices)
     source = make_source()
     schedule = make_schedule(source, accumulate)
-    tx = make_optimizer()
+    tx = optax.adam(1e-2)
     batches = jb.MeshLoader(source, schedule, mesh)
     trained = nnx.Not(nnx.PathContains("body"))
     if kind == "nnx":
