@@ -155,8 +155,13 @@ def addresses(tree) -> set[int]:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("tx", [None, optax.adam(0.1)])
-@pytest.mark.parametrize("kind", ["one device", "replicated", "sharded", "uncommitted"])
+@pytest.mark.parametrize(
+    ("kind", "tx"),
+    [
+        *(("one device", None), ("replicated", optax.adam(0.1))),
+        *(("sharded", optax.adam(0.1)), ("uncommitted", None)),
+    ],
+)
 def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
     mesh = jb.data_mesh(jax.devices()[: 1 if kind == "one device" else 4])
     spec = PartitionSpec("data" if kind == "sharded" else None)
@@ -220,13 +225,30 @@ def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name):
             checkpoints.restore(unknown)
 
 
-def test_a_state_may_contain_numbers_and_empty_nodes(dataset, tmp_path):
-    state = {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()}
+COUNTER = optax.GradientTransformation(
+    lambda params: jnp.zeros(2, jnp.int32),
+    lambda updates, count, params=None: (updates, count + 1),
+)
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+SPARSE = {"w": jnp.ones(3), "none": None, "empty": {}, "layers": [{}, jnp.ones(2)]}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()},
+        {"params": SPARSE, "opt_state": CHAIN.init(SPARSE)},
+        # Its optimizer state is an array.
+        jb.create_state({"w": np.ones(3)}, COUNTER),
+    ],
+    ids=["numbers and empty nodes", "empty states first", "array"],
+)
+def test_states_of_any_structure_are_restored(dataset, tmp_path, state):
     with jb.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, dataset.position(1))
-        restored = checkpoints.restore(state | {"count": 0}).state
+        restored = checkpoints.restore(jax.tree.map(lambda x: x * 0, state)).state
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert restored["count"] == 3
+    assert bits(restored) == bits(state)
 
 
 def count_up(state, batch):
@@ -477,13 +499,18 @@ def refusal(folder: pathlib.Path, state) -> str:
     return str(error.value)
 
 
+def flip_last_bit(path: pathlib.Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 DAMAGES = {
     "deleted": (lambda path: path.unlink(), "is missing"),
-    "emptied": (lambda path: path.write_bytes(b""), "was changed|is missing or"),
     "truncated": (
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         "was changed|is missing or",
     ),
+    "changed": (flip_last_bit, "was changed|is missing or"),
 }
 
 
@@ -501,19 +528,6 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
         pattern = rf"7 is damaged: {re.escape(name)} ({problem})"
         assert re.search(pattern, message)
         assert message.endswith("Delete this directory to resume from step 3.")
-
-
-def test_a_single_changed_bit_is_detected(saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    largest = max(
-        (path for path in (tmp_path / "7").rglob("*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
-    assert f"{largest.relative_to(tmp_path / '7')} was changed" in message
 
 
 @pytest.mark.parametrize("seal", ["{}", "[]", "null", '{"a": 1}', '{"a": [1]}'])
@@ -534,16 +548,6 @@ def test_the_suggested_remedy_works(saved, tmp_path):
     assert message.endswith("There is no older checkpoint to resume from.")
 
 
-def test_an_optax_chain_whose_first_state_is_empty_is_restored(dataset, tmp_path):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    params = {"w": jnp.ones(3), "none": None, "empty": {}, "layers": [{}, jnp.ones(2)]}
-    state = {"params": params, "opt_state": tx.init(params)}
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(1))
-        restored = checkpoints.restore(state).state
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-
-
 def test_a_different_model_or_optimizer_is_refused(saved):
     mesh = jb.data_mesh()
     wider = refusal(saved, make_state(mesh, width=32))
@@ -554,17 +558,6 @@ def test_a_different_model_or_optimizer_is_refused(saved):
     assert re.search(r"mu\..* is bfloat16\[.*\], but was float32", other)
     stateless = refusal(saved, make_state(mesh, tx=optax.scale(-0.1)))
     assert re.search(r"opt_state\..* is missing, but was", stateless)
-
-
-def test_the_state_of_an_optimizer_may_be_an_array(dataset, tmp_path):
-    tx = optax.GradientTransformation(
-        lambda params: jnp.zeros(2, jnp.int32),
-        lambda updates, count, params=None: (updates, count + 1),
-    )
-    state = jb.create_state({"w": np.ones(3)}, tx)
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(1))
-        assert checkpoints.restore(state).state.opt_state.tolist() == [0, 0]
 
 
 def test_restoring_without_a_checkpoint_is_refused(tmp_path):
