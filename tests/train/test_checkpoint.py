@@ -36,9 +36,11 @@ class Net(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 
-def make_state(mesh, width=16, seed=0, tx=None):
-    tx = tx or optax.adam(1e-3)
-    return jb.create_state(Net(width, nnx.Rngs(seed)), tx, mesh)
+MESH, TX = jb.data_mesh(), optax.adam(1e-3)
+
+
+def make_state(width=16, seed=0, tx=TX):
+    return jb.create_state(Net(width, nnx.Rngs(seed)), tx, MESH)
 
 
 def bits(tree) -> list[bytes]:
@@ -71,13 +73,12 @@ def steps_in(folder: pathlib.Path) -> list[str]:
 
 
 def test_a_state_and_its_position_are_restored_bit_for_bit(dataset, tmp_path):
-    mesh = jb.data_mesh()
-    state = make_state(mesh, seed=1)
+    state = make_state(seed=1)
     with jb.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, dataset.position(5), {"note": [1, 2.5, None]})
         assert checkpoints.latest_step == 5
     with jb.Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(make_state(mesh, seed=2))
+        restored = checkpoints.restore(make_state(seed=2))
     assert bits(restored.state) == bits(state)
     assert jax.tree.structure(restored.state) == jax.tree.structure(state)
     assert restored.position == dataset.position(5)
@@ -255,7 +256,6 @@ def count_up(state, batch):
     return state.replace(step=state.step + 1), {"tokens": batch.num_tokens}
 
 
-TX = optax.adam(1e-3)
 KEY_DATA = jnp.arange(2, dtype=jnp.uint32)
 
 
@@ -411,8 +411,7 @@ def test_a_run_cannot_save_over_the_checkpoints_of_another(dataset, tmp_path):
 
 
 def test_a_second_run_can_read_but_not_save(dataset, tmp_path):
-    mesh = jb.data_mesh()
-    state = make_state(mesh)
+    state = make_state()
     message = "Another run is saving to .* Wait until it has ended, or choose a"
     with jb.Checkpoints(tmp_path) as first, jb.Checkpoints(tmp_path) as second:
         first.save(state, dataset.position(1))
@@ -486,7 +485,7 @@ def saved(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     with jb.Checkpoints(folder) as checkpoints:
         for step in (3, 7):
-            checkpoints.save(make_state(jb.data_mesh()), dataset.position(step))
+            checkpoints.save(make_state(), dataset.position(step))
     return folder
 
 
@@ -519,7 +518,7 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
     spoil, problem = DAMAGES[damage]
     sealed = json.loads((saved / "7" / "seal.json").read_text())
     assert len(sealed) > 5
-    state = make_state(jb.data_mesh())
+    state = make_state()
     for number, name in enumerate([*sealed, "seal.json"]):
         folder = tmp_path / str(number)
         shutil.copytree(saved, folder)
@@ -534,7 +533,7 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
 def test_a_seal_with_the_wrong_contents_is_refused(saved, tmp_path, seal):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (tmp_path / "7" / "seal.json").write_text(seal)
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
+    message = refusal(tmp_path, make_state())
     assert "7 is damaged: " in message
 
 
@@ -542,22 +541,21 @@ def test_the_suggested_remedy_works(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "7")
     with jb.Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.restore(make_state(jb.data_mesh())).position.step == 3
+        assert checkpoints.restore(make_state()).position.step == 3
     (tmp_path / "3" / "seal.json").unlink()
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
+    message = refusal(tmp_path, make_state())
     assert message.endswith("There is no older checkpoint to resume from.")
 
 
 def test_a_different_model_or_optimizer_is_refused(saved):
-    mesh = jb.data_mesh()
-    wider = refusal(saved, make_state(mesh, width=32))
+    wider = refusal(saved, make_state(width=32))
     assert "params.dense.bias.value is float32[32], but was float32[16]" in wider
-    other = refusal(saved, make_state(mesh, tx=optax.sgd(1e-3)))
+    other = refusal(saved, make_state(tx=optax.sgd(1e-3)))
     assert re.search(r"opt_state\..* is missing, but was", other)
-    other = refusal(saved, make_state(mesh, tx=optax.adam(1e-3, mu_dtype="bfloat16")))
+    other = refusal(saved, make_state(tx=optax.adam(1e-3, mu_dtype="bfloat16")))
     assert re.search(r"mu\..* is bfloat16\[.*\], but was float32", other)
-    stateless = refusal(saved, make_state(mesh, tx=optax.scale(-0.1)))
-    assert re.search(r"opt_state\..* is missing, but was", stateless)
+    other = refusal(saved, make_state(tx=optax.scale(-0.1)))
+    assert re.search(r"opt_state\..* is missing, but was", other)
 
 
 def test_restoring_without_a_checkpoint_is_refused(tmp_path):

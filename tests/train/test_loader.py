@@ -61,15 +61,11 @@ def test_batches_equal_those_of_its_parts_and_match_the_specs(name):
     # Every iteration starts from the beginning.
     for _ in range(2):
         assert_same_batches(batches, expected)
-    for micro_batches in expected:
-        is_batch = isinstance(micro_batches, jb.Batch)
-        for batch in (micro_batches,) if is_batch else micro_batches:
-            spec = batches.specs[batch.bucket]
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-                batch,
-            )
-            assert shapes == spec
+    for batch in jax.tree.leaves(expected, is_leaf=lambda x: isinstance(x, jb.Batch)):
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+        )
+        assert shapes == batches.specs[batch.bucket]
 
 
 def test_a_resumed_run_continues_with_the_same_batches():
