@@ -76,8 +76,9 @@ def test_updates_are_scaled_by_the_rule(rule):
 def test_updates_keep_their_dtype(dtype, is_wide):
     """The rule is "sqrt" by default."""
     with jax.enable_x64(is_wide):
-        tx = jb.scale_by_batch_size(base_examples=4)
-        grads = {"w": jnp.ones(2, dtype), "b": jnp.ones((), jnp.float32)}
+        # The factor itself would overflow float16.
+        tx = jb.scale_by_batch_size(base_examples=4 * 2**-34)
+        grads = {"w": jnp.full(2, 2**-17, dtype), "b": jnp.ones((), jnp.float32)}
         updates, state = tx.update(grads, tx.init(grads), num_examples=jnp.int32(3))
         assert (updates["w"].dtype, updates["b"].dtype) == (dtype, jnp.float32)
         assert state.factor.dtype == jnp.float32

@@ -28,6 +28,12 @@ def dataset():
     return jb.batch_dataset(SOURCE, jb.BatchSchedule(plan, lengths), num_steps=100)
 
 
+@pytest.fixture
+def checkpoints(tmp_path):
+    with jb.Checkpoints(tmp_path) as opened:
+        yield opened
+
+
 class Net(nnx.Module):
     """A model with parameters and a random state."""
 
@@ -87,7 +93,7 @@ def test_a_state_and_its_position_are_restored_bit_for_bit(dataset, tmp_path):
 
 @pytest.mark.parametrize("model", ["nnx", "plain"])
 def test_a_state_without_an_optimizer_is_restored_from_a_training_run(
-    dataset, tmp_path, model
+    dataset, checkpoints, model
 ):
     mesh = jb.data_mesh()
 
@@ -99,19 +105,16 @@ def test_a_state_without_an_optimizer_is_restored_from_a_training_run(
         return jb.create_state(value, tx, mesh, **options)
 
     saved = make(optax.adam(1e-3))
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(saved, dataset.position(5))
-        state, position, _ = checkpoints.restore(make())
-        assert state.opt_state == ()
-        assert position.step == 5
-        for name in ("step", "params", "frozen", "variables"):
-            assert bits(getattr(state, name)) == bits(getattr(saved, name))
-        assert jax.tree.structure(state) == jax.tree.structure(make())
-        wider = jb.create_state(Net(5, nnx.Rngs(0)), mesh=mesh)
-        with pytest.raises(
-            ValueError, match="params.* Use the model, `wrt` and the op"
-        ):
-            checkpoints.restore(wider)
+    checkpoints.save(saved, dataset.position(5))
+    state, position, _ = checkpoints.restore(make())
+    assert state.opt_state == ()
+    assert position.step == 5
+    for name in ("step", "params", "frozen", "variables"):
+        assert bits(getattr(state, name)) == bits(getattr(saved, name))
+    assert jax.tree.structure(state) == jax.tree.structure(make())
+    wider = jb.create_state(Net(5, nnx.Rngs(0)), mesh=mesh)
+    with pytest.raises(ValueError, match="params.* Use the model, `wrt` and the op"):
+        checkpoints.restore(wider)
 
 
 def test_arrays_are_restored_into_the_requested_shardings(dataset, tmp_path):
@@ -163,7 +166,7 @@ def addresses(tree) -> set[int]:
         *(("sharded", optax.adam(0.1)), ("uncommitted", None)),
     ],
 )
-def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
+def test_a_restored_state_is_updated_in_place(dataset, checkpoints, kind, tx):
     mesh = jb.data_mesh(jax.devices()[: 1 if kind == "one device" else 4])
     spec = PartitionSpec("data" if kind == "sharded" else None)
     params = {str(n): np.ones((64, n), np.float32) for n in (16, 32, 64)}
@@ -178,12 +181,11 @@ def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
         return addresses([x for x in jax.tree.leaves(state) if x.nbytes > 2**10])
 
     change = jax.jit(lambda x: jax.tree.map(lambda x: x + 1, x), donate_argnums=0)
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(make(tx), dataset.position(1))
-        for _ in range(4):
-            state = jax.block_until_ready(checkpoints.restore(make(tx)).state)
-            before = large(state)
-            assert large(jax.block_until_ready(change(state))) == before
+    checkpoints.save(make(tx), dataset.position(1))
+    for _ in range(4):
+        state = jax.block_until_ready(checkpoints.restore(make(tx)).state)
+        before = large(state)
+        assert large(jax.block_until_ready(change(state))) == before
 
 
 def injected(optimizer, **options):
@@ -205,25 +207,24 @@ INJECTED = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", INJECTED)
-def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name):
+def test_a_new_constant_that_is_ignored_is_named(dataset, checkpoints, name):
     def make(value):
         return jb.create_state({"w": jnp.ones(3)}, INJECTED[name](value))
 
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(make(0.5), dataset.position(1))
-        with pytest.warns(UserWarning, match=rf"{name}.*0.25 .*0.5 in the") as caught:
-            checkpoints.restore(make(0.25))
-        assert [warning.filename for warning in caught] == [__file__]
-        # Nothing is said of equal constants, or of unknown ones.
-        checkpoints.restore(make(0.5))
-        deleted = make(0.25)
-        specs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            deleted,
-        )
-        jax.tree.map(lambda x: x.delete(), deleted)
-        for unknown in (specs, deleted):
-            checkpoints.restore(unknown)
+    checkpoints.save(make(0.5), dataset.position(1))
+    with pytest.warns(UserWarning, match=rf"{name}.*0.25 .*0.5 in the") as caught:
+        checkpoints.restore(make(0.25))
+    assert [warning.filename for warning in caught] == [__file__]
+    # Nothing is said of equal constants, or of unknown ones.
+    checkpoints.restore(make(0.5))
+    deleted = make(0.25)
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        deleted,
+    )
+    jax.tree.map(lambda x: x.delete(), deleted)
+    for unknown in (specs, deleted):
+        checkpoints.restore(unknown)
 
 
 COUNTER = optax.GradientTransformation(
@@ -244,10 +245,9 @@ SPARSE = {"w": jnp.ones(3), "none": None, "empty": {}, "layers": [{}, jnp.ones(2
     ],
     ids=["numbers and empty nodes", "empty states first", "array"],
 )
-def test_states_of_any_structure_are_restored(dataset, tmp_path, state):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(1))
-        restored = checkpoints.restore(jax.tree.map(lambda x: x * 0, state)).state
+def test_states_of_any_structure_are_restored(dataset, checkpoints, state):
+    checkpoints.save(state, dataset.position(1))
+    restored = checkpoints.restore(jax.tree.map(lambda x: x * 0, state)).state
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bits(restored) == bits(state)
 
@@ -314,12 +314,11 @@ def test_a_new_flax_state_is_a_template_for_a_trained_one(dataset, tmp_path):
         (jax.random.wrap_key_data(KEY_DATA), KEY_DATA),
     ],
 )
-def test_a_leaf_of_another_type_is_refused(dataset, tmp_path, saved, asked):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save({"n": saved}, dataset.position(1))
-        with pytest.raises(ValueError, match="`state`: n is .*, but was"):
-            checkpoints.restore({"n": asked})
-        restored = checkpoints.restore({"n": saved}).state
+def test_a_leaf_of_another_type_is_refused(dataset, checkpoints, saved, asked):
+    checkpoints.save({"n": saved}, dataset.position(1))
+    with pytest.raises(ValueError, match="`state`: n is .*, but was"):
+        checkpoints.restore({"n": asked})
+    restored = checkpoints.restore({"n": saved}).state
     assert bits(restored) == bits({"n": saved})
 
 
@@ -327,10 +326,9 @@ def test_a_leaf_of_another_type_is_refused(dataset, tmp_path, saved, asked):
     ("saved", "asked"),
     [(jnp.uint32(3), 0), (jnp.bfloat16(3), 0.0), (np.int64(3), np.int64(0))],
 )
-def test_a_number_is_restored_in_the_requested_type(dataset, tmp_path, saved, asked):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save({"n": saved}, dataset.position(1))
-        restored = checkpoints.restore({"n": asked}).state["n"]
+def test_a_number_is_restored_in_the_requested_type(dataset, checkpoints, saved, asked):
+    checkpoints.save({"n": saved}, dataset.position(1))
+    restored = checkpoints.restore({"n": asked}).state["n"]
     assert restored == 3 and np.asarray(restored).dtype == np.asarray(asked).dtype
 
 
@@ -345,15 +343,14 @@ def test_a_number_is_restored_in_the_requested_type(dataset, tmp_path, saved, as
         ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, "state['a.b']"),
     ],
 )
-def test_leaves_that_cannot_be_saved_are_named(dataset, tmp_path, state, name):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=re.escape(f"`{name}`")):
-            checkpoints.save(state, dataset.position(1))
-        # The refused state leaves nothing behind.
-        checkpoints.save(
-            {"w": jnp.ones(2), "z": jnp.ones(2, "complex64")}, dataset.position(1)
-        )
-        assert checkpoints.latest_step == 1
+def test_leaves_that_cannot_be_saved_are_named(dataset, checkpoints, state, name):
+    with pytest.raises(ValueError, match=re.escape(f"`{name}`")):
+        checkpoints.save(state, dataset.position(1))
+    # The refused state leaves nothing behind.
+    checkpoints.save(
+        {"w": jnp.ones(2), "z": jnp.ones(2, "complex64")}, dataset.position(1)
+    )
+    assert checkpoints.latest_step == 1
 
 
 def test_only_the_newest_checkpoints_are_kept(dataset, tmp_path):
@@ -456,11 +453,10 @@ def test_a_failed_write_is_reported_and_can_be_retried(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("value", [jnp.ones(3), float("nan")])
-def test_extra_values_that_are_not_json_are_refused(dataset, tmp_path, value):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises((TypeError, ValueError), match="JSON"):
-            checkpoints.save({"w": jnp.ones(3)}, dataset.position(1), {"loss": value})
-        assert checkpoints.latest_step is None
+def test_extra_values_that_are_not_json_are_refused(dataset, checkpoints, value):
+    with pytest.raises((TypeError, ValueError), match="JSON"):
+        checkpoints.save({"w": jnp.ones(3)}, dataset.position(1), {"loss": value})
+    assert checkpoints.latest_step is None
 
 
 def test_a_half_written_checkpoint_is_ignored_and_replaced(dataset, tmp_path):

@@ -23,6 +23,7 @@ PLAN = jb.plan_buckets(
     LENGTHS, max_tokens=160, num_buckets=2, batch_size_multiple=4, seq_len_multiple=4
 )
 SCHEDULE = jb.BatchSchedule(PLAN, LENGTHS)
+SMALL_PLAN = jb.BucketPlan.from_shapes([(4, 20)])
 
 
 def packed_schedule():
@@ -45,6 +46,9 @@ SCHEDULES = {
     "packed": packed_schedule,
     "accumulated": lambda: jb.BatchSchedule(PLAN, LENGTHS, accumulate=2),
     "mixture": lambda: jb.Mixture([SCHEDULE, SCHEDULE], weights=[2, 1]),
+    "joined": lambda: jb.JoinedSchedule(
+        {0: jb.BatchSchedule(SMALL_PLAN, LENGTHS), 4: SCHEDULE}
+    ),
 }
 
 
@@ -61,7 +65,9 @@ def test_batches_equal_those_of_its_parts_and_match_the_specs(name):
     # Every iteration starts from the beginning.
     for _ in range(2):
         assert_same_batches(batches, expected)
-    for batch in jax.tree.leaves(expected, is_leaf=lambda x: isinstance(x, jb.Batch)):
+    expected = jax.tree.leaves(expected, is_leaf=lambda x: isinstance(x, jb.Batch))
+    assert {batch.bucket for batch in expected} == {*batches.specs}
+    for batch in expected:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )

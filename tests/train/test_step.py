@@ -296,17 +296,14 @@ def test_updates_of_nonfinite_losses_are_skipped(mode, make):
         loss_sum, weight, _ = loss_fn(params, batch, keys)
         return make(loss_sum, weight.astype(jnp.float32))
 
-    tx, params = optax.adam(0.1), make_params()
-    with jax.numpy_dtype_promotion("standard"):
-        state, metrics = run_batch(
-            BATCH, four_devices(), loss=loss, tx=tx, mode=mode, skip_nonfinite=True
-        )
-    assert metrics["skipped"] == 1 and state.step == 1
-    jax.tree.map(np.testing.assert_array_equal, state.params, params)
-    assert_same_bits(
-        jax.tree.map(np.asarray, state.opt_state),
-        jax.tree.map(np.asarray, tx.init(params)),
+    # Not Adam, whose averages would overflow before the norm.
+    tx, params = optax.sgd(0.1, momentum=0.9), make_params()
+    state, metrics = run_batch(
+        BATCH, four_devices(), loss=loss, tx=tx, mode=mode, skip_nonfinite=True
     )
+    assert metrics["skipped"] == 1 and state.step == 1
+    assert_same_bits(state.params, params)
+    assert_same_bits(state.opt_state, tx.init(params))
 
 
 def test_nonfinite_updates_are_skipped():
