@@ -23,7 +23,7 @@ PLAN = jb.plan_buckets(
     LENGTHS, max_tokens=160, num_buckets=2, batch_size_multiple=4, seq_len_multiple=4
 )
 SCHEDULE = jb.BatchSchedule(PLAN, LENGTHS)
-SMALL_PLAN = jb.BucketPlan.from_shapes([(4, 20)])
+SMALL = jb.BatchSchedule(jb.BucketPlan.from_shapes([(4, 20)]), LENGTHS)
 
 
 def packed_schedule():
@@ -46,9 +46,7 @@ SCHEDULES = {
     "packed": packed_schedule,
     "accumulated": lambda: jb.BatchSchedule(PLAN, LENGTHS, accumulate=2),
     "mixture": lambda: jb.Mixture([SCHEDULE, SCHEDULE], weights=[2, 1]),
-    "joined": lambda: jb.JoinedSchedule(
-        {0: jb.BatchSchedule(SMALL_PLAN, LENGTHS), 4: SCHEDULE}
-    ),
+    "joined": lambda: jb.JoinedSchedule({0: SMALL, 2: SCHEDULE}),
 }
 
 
@@ -57,9 +55,9 @@ def test_batches_equal_those_of_its_parts_and_match_the_specs(name):
     schedule = SCHEDULES[name]()
     source = jb.data.concatenate([SOURCE, SOURCE]) if name == "mixture" else SOURCE
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("model", "rows"))
-    batches = jb.MeshLoader(source, schedule, mesh, batch_axes="rows")
+    batches = jb.MeshLoader(source, schedule, mesh, batch_axes="rows", num_steps=10)
     shard = jb.sharding.local_rows(mesh, batch_axes="rows")
-    dataset = jb.batch_dataset(source, schedule, shard=shard)
+    dataset = jb.batch_dataset(source, schedule, shard=shard, num_steps=10)
     expected = list(jb.sharding.prefetch_to_mesh(dataset, mesh, batch_axes="rows"))
     assert len(batches) == len(expected)
     # Every iteration starts from the beginning.
