@@ -204,9 +204,13 @@ def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
             kept = draw(keys, bucket.seq_len)
             kept = [kept[r, : len(x["y"])] for r, x in zip(rows, examples, strict=True)]
             args = frozen, statistics, examples, jnp.concatenate(kept)
-            (part, statistics), new = jax.value_and_grad(_plain_loss, has_aux=True)(
-                state, *args
+            # Compiled, because most operations have shapes that are new in each step.
+            gradients = jax.jit(
+                jax.value_and_grad(
+                    lambda x, args=args: _plain_loss(x, *args), has_aux=True
+                )
             )
+            (part, statistics), new = gradients(state)
             loss_sum += float(part)
             weight += sum(len(x["y"]) for x in examples)
             grads = jax.tree.map(jnp.add, grads, new)
