@@ -2,7 +2,6 @@
 
 import importlib
 import pathlib
-import sys
 import time
 
 import jax
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"))
 
 END_TO_END = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end"
 

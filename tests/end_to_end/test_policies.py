@@ -62,29 +62,17 @@ def test_grain_packs_whole_documents(policies, documents):
     limits = policies.Limits(512, 128, 4)
     bucket = jb.Bucket(4, 128)
     packed = policies.grain_pack(documents, bucket, limits, seed=0)
-    seen = []
+    seen = 0
     for batch in itertools.islice(packed, 20):
         assert batch.bucket == bucket
-        seen += names(batch)
-        ids, positions = batch.segment_ids["tokens"], batch.positions["tokens"]
-        tokens = batch.features["tokens"]
-        for row in range(4):
-            for segment in range(1, ids[row].max() + 1):
-                segment_mask = ids[row] == segment
-                np.testing.assert_array_equal(
-                    positions[row][segment_mask], np.arange(segment_mask.sum())
-                )
-                (name,) = names(
-                    jb.Batch(
-                        {"tokens": tokens[row][segment_mask][None]},
-                        {"tokens": ids[row][segment_mask][None]},
-                        {"tokens": positions[row][segment_mask][None]},
-                    )
-                )
-                np.testing.assert_array_equal(
-                    tokens[row][segment_mask], documents[name]["tokens"]
-                )
-    assert len(seen) > 100
+        expected = [documents[number]["tokens"] for number in names(batch)]
+        examples = jb.data.unbatch(batch, sequences=["tokens"], max_segments=64)
+        for example, tokens in zip(examples, expected, strict=True):
+            np.testing.assert_array_equal(example["tokens"], tokens)
+        positions = np.concatenate([np.arange(len(tokens)) for tokens in expected])
+        np.testing.assert_array_equal(batch.positions["tokens"][batch.mask], positions)
+        seen += len(expected)
+    assert seen > 100
 
 
 def test_the_time_to_compile_is_recorded_once_per_shape(policies):

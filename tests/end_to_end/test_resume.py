@@ -18,7 +18,7 @@ import pytest
 pytestmark = pytest.mark.exhaustive
 
 RUN = pathlib.Path(__file__).parents[2] / "benchmarks" / "end_to_end" / "run.py"
-STEPS = 240
+STEPS = 160
 NUM_DOCUMENTS = 300
 # Each kill takes half a minute:
 # JAXBUCKET_KILLS=10 python -m pytest -m exhaustive -k kill
@@ -103,16 +103,24 @@ def stop_after(
     run.send_signal(number)
 
 
-def check_same_end(folder: pathlib.Path, name: str) -> None:
-    whole, resumed = (
-        json.loads((folder / x).read_text()) for x in ("whole.json", name)
-    )
-    assert resumed["train"]["steps"] == STEPS
-    for digest in ("params_digest", "held_out"):
-        actual, expected = resumed[digest], whole[digest]
-        if digest == "held_out":
-            actual, expected = actual["bits_per_byte"], expected["bits_per_byte"]
-        assert actual == expected
+def train_to_the_end(
+    folder: pathlib.Path, checkpoints: pathlib.Path, *args: object, data="data.jsonl"
+) -> tuple[dict, str]:
+    """Returns the summary of a run, and what it prints."""
+    args = ("--checkpoint", checkpoints, *args, "--json", "end.json")
+    run = start(folder, *args, data=data)
+    out, error = run.communicate(timeout=600)
+    assert run.returncode == 0, error
+    summary = json.loads((folder / "end.json").read_text())
+    assert summary["train"]["steps"] == STEPS
+    return summary, out
+
+
+def check_same_end(folder: pathlib.Path, resumed: dict) -> None:
+    whole = json.loads((folder / "whole.json").read_text())
+    assert resumed["params_digest"] == whole["params_digest"]
+    bits = [x["held_out"]["bits_per_byte"] for x in (resumed, whole)]
+    assert bits[0] == bits[1]
     assert resumed["train"]["batches_digest"] == whole["train"]["batches_digest"]
 
 
@@ -126,13 +134,9 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_parameters(folder):
         assert run.returncode == -signal.SIGKILL
         # There is nothing to resume at first.
         assert ("starting at step 0" in " ".join(out.split())) == (step == 0)
-    run = start(
-        folder, "--checkpoint", checkpoints, "--resume", "--json", "killed.json"
-    )
-    out, error = run.communicate(timeout=600)
-    assert run.returncode == 0, error
+    resumed, out = train_to_the_end(folder, checkpoints, "--resume")
     assert re.search(r"Resuming at step \d+", out)
-    check_same_end(folder, "killed.json")
+    check_same_end(folder, resumed)
 
 
 def test_a_run_compiles_each_shape_once_and_sees_every_document(folder):
@@ -146,39 +150,32 @@ def test_a_run_compiles_each_shape_once_and_sees_every_document(folder):
     assert 0 < whole["held_out"]["bits_per_byte"] < 16
 
 
-def check_stopped(out: str, name: str, checkpoints: pathlib.Path, step: int) -> None:
-    """Checks that a run prints which signal stopped it, and how to resume it."""
-    assert f"Stopped by {name} after step {step}" in out
-    (command,) = [line for line in out.splitlines() if line.startswith("python ")]
-    assert command.endswith(f"--checkpoint {checkpoints} --resume")
+def command_to_resume(out: str) -> str:
+    (printed,) = [line for line in out.splitlines() if line.startswith("python ")]
+    return printed
 
 
-def start_and_stop(
-    folder: pathlib.Path, checkpoints: pathlib.Path, step: int, number: signal.Signals
-) -> None:
-    """Starts a run, and sends it a signal after a step, which makes it save and end."""
+@pytest.fixture(scope="module")
+def stopped(folder: pathlib.Path) -> pathlib.Path:
+    """The checkpoints of a run that a signal made save and end."""
+    checkpoints = folder / "stopped"
     run = start(folder, "--checkpoint", checkpoints)
-    stop_after(run, checkpoints, step, number)
+    stop_after(run, checkpoints, 30, signal.SIGTERM)
     out, error = run.communicate(timeout=600)
-    assert run.returncode == 128 + number, error
-    check_stopped(out, number.name, checkpoints, latest(checkpoints))
+    assert run.returncode == 128 + signal.SIGTERM, error
+    assert f"Stopped by SIGTERM after step {latest(checkpoints)}" in out
+    assert command_to_resume(out).endswith(f"--checkpoint {checkpoints} --resume")
+    return checkpoints
 
 
-def test_an_interrupted_run_resumes_with_the_same_result(folder):
-    checkpoints = folder / "interrupted"
-    start_and_stop(folder, checkpoints, 50, signal.SIGINT)
-    args = ("--checkpoint", checkpoints, "--resume", "--json", "interrupted.json")
-    run = start(folder, *args)
-    _, error = run.communicate(timeout=600)
-    assert run.returncode == 0, error
-    check_same_end(folder, "interrupted.json")
+def test_a_stopped_run_resumes_with_the_same_result(folder, stopped):
+    checkpoints = shutil.copytree(stopped, folder / "resumed")
+    resumed, _ = train_to_the_end(folder, checkpoints, "--resume")
+    check_same_end(folder, resumed)
 
 
-@pytest.mark.parametrize("at", [0, 5])
-def test_the_printed_command_resumes_a_changed_run(folder, stopped, at):
-    checkpoints = folder / f"words {at}"
-    shutil.copytree(stopped, checkpoints)
-    # The run receives the signal when it loads batch `at`.
+def stop_at_batch(folder: pathlib.Path, at: int, *args: object, data: str) -> str:
+    """Returns how a run resumes that receives a signal when it loads a batch."""
     script = folder / "early.py"
     script.write_text(
         f"""
@@ -195,18 +192,26 @@ run.jb.sharding.prefetch_to_mesh = prefetch_with_signal
 run.main()
 """
     )
-    changed = ("--checkpoint", checkpoints, "--seed", 3)
-    run = start(folder, *changed, "--resume-changed", script=script)
+    run = start(folder, *args, script=script, data=data)
     out, error = run.communicate(timeout=600)
     assert run.returncode == 128 + signal.SIGINT, error
-    (command,) = [line for line in out.splitlines() if line.startswith("python ")]
-    how = command.split()[-1]
+    return command_to_resume(out).split()[-1]
+
+
+def test_the_printed_command_resumes_a_run_with_different_data(folder, stopped):
+    digests = set()
     # Once the changes are saved, later changes are refused again.
-    assert how == ("--resume" if at else "--resume-changed")
-    if at:
-        run = start(folder, *changed, how)
-        out, error = run.communicate(timeout=600)
-        assert run.returncode == 0, error
+    for at, how in ((0, "--resume-changed"), (5, "--resume")):
+        checkpoints = shutil.copytree(stopped, folder / f"changed {at}")
+        changed = ("--checkpoint", checkpoints, "--seed", 3, "--resume-changed")
+        assert stop_at_batch(folder, at, *changed, data="less.jsonl") == how
+        options = ("--seed", 3, how)
+        end, _ = train_to_the_end(folder, checkpoints, *options, data="less.jsonl")
+        digests.add(end["train"]["batches_digest"])
+    # Both runs have the same batches, so no batch is repeated after a stop.
+    (digest,) = digests
+    whole = json.loads((folder / "whole.json").read_text())["train"]
+    assert digest != whole["batches_digest"]
 
 
 def test_a_signal_during_evaluation_loses_no_checkpoint(folder):
@@ -227,23 +232,14 @@ def test_a_signal_during_evaluation_loses_no_checkpoint(folder):
     script = folder / "slow.py"
     script.write_text(code)
     checkpoints = folder / "evaluating"
-    run = start(
-        *(folder, "--checkpoint", checkpoints, "--save-every", 1000), script=script
-    )
+    options = ("--checkpoint", checkpoints, "--save-every", 1000, "--steps", 20)
+    run = start(folder, *options, script=script)
     for line in run.stdout:
         if "EVALUATING" in line:
             break
     run.send_signal(signal.SIGTERM)
     run.communicate(timeout=600)
-    assert latest(checkpoints) == STEPS
-
-
-@pytest.fixture(scope="module")
-def stopped(folder):
-    """The checkpoints of a run that was stopped before its end."""
-    checkpoints = folder / "stopped"
-    start_and_stop(folder, checkpoints, 30, signal.SIGTERM)
-    return checkpoints
+    assert latest(checkpoints) == 20
 
 
 REFUSED = {
@@ -255,6 +251,7 @@ REFUSED = {
     "no --resume": ([], {}, r"has a run at step .*\. Continue it with `--resume`"),
     "steps": (["--resume", "--steps", 9], {}, "`--steps 9` is before step"),
     "policy": (["--resume", "--policy", "dynamic"], {}, "cannot be resumed"),
+    "packing": (["--resume", "--pack", "always"], {}, "packing|--pack never -> always"),
 }
 DAMAGED = (
     r"The checkpoint .* is damaged: .*\. Delete this directory to resume from step"
@@ -304,34 +301,4 @@ def ends(folder, stopped) -> dict[str, str]:
 @pytest.mark.parametrize("case", [*REFUSED, "delete", "truncate"])
 def test_a_run_that_cannot_be_resumed_is_refused_in_one_sentence(ends, case):
     message = REFUSED[case][2] if case in REFUSED else DAMAGED
-    assert re.fullmatch(rf"run\.py: .*{message}.*", ends[case])
-
-
-def resume(folder: pathlib.Path, checkpoints: pathlib.Path, *args: object) -> dict:
-    run = start(
-        *(folder, "--checkpoint", checkpoints, *args, "--json", "changed.json"),
-        data="less.jsonl",
-    )
-    _, error = run.communicate(timeout=600)
-    assert run.returncode == 0, error
-    return json.loads((folder / "changed.json").read_text())["train"]
-
-
-def test_a_run_resumes_with_different_data_if_asked_to(folder, stopped):
-    changed = ("--resume-changed", "--seed", 3)
-    ends = []
-    # The changed run is resumed once, or twice.
-    for again in (None, ("--resume", "--seed", 3)):
-        checkpoints = folder / f"changed {len(ends)}"
-        shutil.copytree(stopped, checkpoints)
-        if again:
-            half = (latest(stopped) + STEPS) // 2
-            assert (
-                resume(folder, checkpoints, *changed, "--steps", half)["steps"] == half
-            )
-        ends.append(resume(folder, checkpoints, *(again or changed)))
-        assert ends[-1]["steps"] == STEPS
-    # All runs have the same batches, so no batch is repeated after a stop.
-    assert len({end["batches_digest"] for end in ends}) == 1
-    whole = json.loads((folder / "whole.json").read_text())["train"]
-    assert ends[0]["batches_digest"] != whole["batches_digest"]
+    assert re.fullmatch(rf"run\.py: .*({message}).*", ends[case])

@@ -109,15 +109,8 @@ def test_the_plain_loss_equals_that_of_the_transformer(pipeline):
 def test_the_example_runs_as_a_user_starts_it():
     run = subprocess.run(
         [
-            *(
-                sys.executable,
-                "-W",
-                "error",
-                EXAMPLES / "pipeline.py",
-                "--devices",
-                "4",
-            ),
-            *("--width", "16", "--steps", "3", "--max-len", "64"),
+            *(sys.executable, "-W", "error", EXAMPLES / "pipeline.py"),
+            *("--devices", "4", "--width", "16", "--steps", "3", "--max-len", "64"),
         ],
         capture_output=True,
         text=True,

@@ -1,7 +1,12 @@
-"""Faster compilation for the tests of steps."""
+"""Faster compilation for the tests of steps, which import `step_cases`."""
+
+import pathlib
+import sys
 
 import jax
 import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,12 @@ def dataset():
     return jb.batch_dataset(SOURCE, jb.BatchSchedule(plan, lengths), num_steps=100)
 
 
+@pytest.fixture
+def checkpoints(tmp_path):
+    with jb.Checkpoints(tmp_path) as opened:
+        yield opened
+
+
 class Net(nnx.Module):
     """A model with parameters and a random state."""
 
@@ -36,9 +42,11 @@ class Net(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 
-def make_state(mesh, width=16, seed=0, tx=None):
-    tx = tx or optax.adam(1e-3)
-    return jb.create_state(Net(width, nnx.Rngs(seed)), tx, mesh)
+MESH, TX = jb.data_mesh(), optax.adam(1e-3)
+
+
+def make_state(width=16, seed=0, tx=TX):
+    return jb.create_state(Net(width, nnx.Rngs(seed)), tx, MESH)
 
 
 def bits(tree) -> list[bytes]:
@@ -71,13 +79,12 @@ def steps_in(folder: pathlib.Path) -> list[str]:
 
 
 def test_a_state_and_its_position_are_restored_bit_for_bit(dataset, tmp_path):
-    mesh = jb.data_mesh()
-    state = make_state(mesh, seed=1)
+    state = make_state(seed=1)
     with jb.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, dataset.position(5), {"note": [1, 2.5, None]})
         assert checkpoints.latest_step == 5
     with jb.Checkpoints(tmp_path) as checkpoints:
-        restored = checkpoints.restore(make_state(mesh, seed=2))
+        restored = checkpoints.restore(make_state(seed=2))
     assert bits(restored.state) == bits(state)
     assert jax.tree.structure(restored.state) == jax.tree.structure(state)
     assert restored.position == dataset.position(5)
@@ -86,7 +93,7 @@ def test_a_state_and_its_position_are_restored_bit_for_bit(dataset, tmp_path):
 
 @pytest.mark.parametrize("model", ["nnx", "plain"])
 def test_a_state_without_an_optimizer_is_restored_from_a_training_run(
-    dataset, tmp_path, model
+    dataset, checkpoints, model
 ):
     mesh = jb.data_mesh()
 
@@ -98,19 +105,16 @@ def test_a_state_without_an_optimizer_is_restored_from_a_training_run(
         return jb.create_state(value, tx, mesh, **options)
 
     saved = make(optax.adam(1e-3))
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(saved, dataset.position(5))
-        state, position, _ = checkpoints.restore(make())
-        assert state.opt_state == ()
-        assert position.step == 5
-        for name in ("step", "params", "frozen", "variables"):
-            assert bits(getattr(state, name)) == bits(getattr(saved, name))
-        assert jax.tree.structure(state) == jax.tree.structure(make())
-        wider = jb.create_state(Net(5, nnx.Rngs(0)), mesh=mesh)
-        with pytest.raises(
-            ValueError, match="params.* Use the model, `wrt` and the op"
-        ):
-            checkpoints.restore(wider)
+    checkpoints.save(saved, dataset.position(5))
+    state, position, _ = checkpoints.restore(make())
+    assert state.opt_state == ()
+    assert position.step == 5
+    for name in ("step", "params", "frozen", "variables"):
+        assert bits(getattr(state, name)) == bits(getattr(saved, name))
+    assert jax.tree.structure(state) == jax.tree.structure(make())
+    wider = jb.create_state(Net(5, nnx.Rngs(0)), mesh=mesh)
+    with pytest.raises(ValueError, match="params.* Use the model, `wrt` and the op"):
+        checkpoints.restore(wider)
 
 
 def test_arrays_are_restored_into_the_requested_shardings(dataset, tmp_path):
@@ -155,9 +159,14 @@ def addresses(tree) -> set[int]:
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("tx", [None, optax.adam(0.1)])
-@pytest.mark.parametrize("kind", ["one device", "replicated", "sharded", "uncommitted"])
-def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
+@pytest.mark.parametrize(
+    ("kind", "tx"),
+    [
+        *(("one device", None), ("replicated", optax.adam(0.1))),
+        *(("sharded", optax.adam(0.1)), ("uncommitted", None)),
+    ],
+)
+def test_a_restored_state_is_updated_in_place(dataset, checkpoints, kind, tx):
     mesh = jb.data_mesh(jax.devices()[: 1 if kind == "one device" else 4])
     spec = PartitionSpec("data" if kind == "sharded" else None)
     params = {str(n): np.ones((64, n), np.float32) for n in (16, 32, 64)}
@@ -172,12 +181,11 @@ def test_a_restored_state_is_updated_in_place(dataset, tmp_path, kind, tx):
         return addresses([x for x in jax.tree.leaves(state) if x.nbytes > 2**10])
 
     change = jax.jit(lambda x: jax.tree.map(lambda x: x + 1, x), donate_argnums=0)
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(make(tx), dataset.position(1))
-        for _ in range(4):
-            state = jax.block_until_ready(checkpoints.restore(make(tx)).state)
-            before = large(state)
-            assert large(jax.block_until_ready(change(state))) == before
+    checkpoints.save(make(tx), dataset.position(1))
+    for _ in range(4):
+        state = jax.block_until_ready(checkpoints.restore(make(tx)).state)
+        before = large(state)
+        assert large(jax.block_until_ready(change(state))) == before
 
 
 def injected(optimizer, **options):
@@ -199,41 +207,55 @@ INJECTED = {
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", INJECTED)
-def test_a_new_constant_that_is_ignored_is_named(dataset, tmp_path, name):
+def test_a_new_constant_that_is_ignored_is_named(dataset, checkpoints, name):
     def make(value):
         return jb.create_state({"w": jnp.ones(3)}, INJECTED[name](value))
 
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(make(0.5), dataset.position(1))
-        with pytest.warns(UserWarning, match=rf"{name}.*0.25 .*0.5 in the") as caught:
-            checkpoints.restore(make(0.25))
-        assert [warning.filename for warning in caught] == [__file__]
-        # Nothing is said of equal constants, or of unknown ones.
-        checkpoints.restore(make(0.5))
-        deleted = make(0.25)
-        specs = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            deleted,
-        )
-        jax.tree.map(lambda x: x.delete(), deleted)
-        for unknown in (specs, deleted):
-            checkpoints.restore(unknown)
+    checkpoints.save(make(0.5), dataset.position(1))
+    with pytest.warns(UserWarning, match=rf"{name}.*0.25 .*0.5 in the") as caught:
+        checkpoints.restore(make(0.25))
+    assert [warning.filename for warning in caught] == [__file__]
+    # Nothing is said of equal constants, or of unknown ones.
+    checkpoints.restore(make(0.5))
+    deleted = make(0.25)
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        deleted,
+    )
+    jax.tree.map(lambda x: x.delete(), deleted)
+    for unknown in (specs, deleted):
+        checkpoints.restore(unknown)
 
 
-def test_a_state_may_contain_numbers_and_empty_nodes(dataset, tmp_path):
-    state = {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()}
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(1))
-        restored = checkpoints.restore(state | {"count": 0}).state
+COUNTER = optax.GradientTransformation(
+    lambda params: jnp.zeros(2, jnp.int32),
+    lambda updates, count, params=None: (updates, count + 1),
+)
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+SPARSE = {"w": jnp.ones(3), "none": None, "empty": {}, "layers": [{}, jnp.ones(2)]}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"w": jnp.ones(3), "n": np.ones(2), "count": 3, "none": None, "empty": ()},
+        {"params": SPARSE, "opt_state": CHAIN.init(SPARSE)},
+        # Its optimizer state is an array.
+        jb.create_state({"w": np.ones(3)}, COUNTER),
+    ],
+    ids=["numbers and empty nodes", "empty states first", "array"],
+)
+def test_states_of_any_structure_are_restored(dataset, checkpoints, state):
+    checkpoints.save(state, dataset.position(1))
+    restored = checkpoints.restore(jax.tree.map(lambda x: x * 0, state)).state
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert restored["count"] == 3
+    assert bits(restored) == bits(state)
 
 
 def count_up(state, batch):
     return state.replace(step=state.step + 1), {"tokens": batch.num_tokens}
 
 
-TX = optax.adam(1e-3)
 KEY_DATA = jnp.arange(2, dtype=jnp.uint32)
 
 
@@ -292,12 +314,11 @@ def test_a_new_flax_state_is_a_template_for_a_trained_one(dataset, tmp_path):
         (jax.random.wrap_key_data(KEY_DATA), KEY_DATA),
     ],
 )
-def test_a_leaf_of_another_type_is_refused(dataset, tmp_path, saved, asked):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save({"n": saved}, dataset.position(1))
-        with pytest.raises(ValueError, match="`state`: n is .*, but was"):
-            checkpoints.restore({"n": asked})
-        restored = checkpoints.restore({"n": saved}).state
+def test_a_leaf_of_another_type_is_refused(dataset, checkpoints, saved, asked):
+    checkpoints.save({"n": saved}, dataset.position(1))
+    with pytest.raises(ValueError, match="`state`: n is .*, but was"):
+        checkpoints.restore({"n": asked})
+    restored = checkpoints.restore({"n": saved}).state
     assert bits(restored) == bits({"n": saved})
 
 
@@ -305,10 +326,9 @@ def test_a_leaf_of_another_type_is_refused(dataset, tmp_path, saved, asked):
     ("saved", "asked"),
     [(jnp.uint32(3), 0), (jnp.bfloat16(3), 0.0), (np.int64(3), np.int64(0))],
 )
-def test_a_number_is_restored_in_the_requested_type(dataset, tmp_path, saved, asked):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save({"n": saved}, dataset.position(1))
-        restored = checkpoints.restore({"n": asked}).state["n"]
+def test_a_number_is_restored_in_the_requested_type(dataset, checkpoints, saved, asked):
+    checkpoints.save({"n": saved}, dataset.position(1))
+    restored = checkpoints.restore({"n": asked}).state["n"]
     assert restored == 3 and np.asarray(restored).dtype == np.asarray(asked).dtype
 
 
@@ -323,15 +343,14 @@ def test_a_number_is_restored_in_the_requested_type(dataset, tmp_path, saved, as
         ({"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, "state['a.b']"),
     ],
 )
-def test_leaves_that_cannot_be_saved_are_named(dataset, tmp_path, state, name):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=re.escape(f"`{name}`")):
-            checkpoints.save(state, dataset.position(1))
-        # The refused state leaves nothing behind.
-        checkpoints.save(
-            {"w": jnp.ones(2), "z": jnp.ones(2, "complex64")}, dataset.position(1)
-        )
-        assert checkpoints.latest_step == 1
+def test_leaves_that_cannot_be_saved_are_named(dataset, checkpoints, state, name):
+    with pytest.raises(ValueError, match=re.escape(f"`{name}`")):
+        checkpoints.save(state, dataset.position(1))
+    # The refused state leaves nothing behind.
+    checkpoints.save(
+        {"w": jnp.ones(2), "z": jnp.ones(2, "complex64")}, dataset.position(1)
+    )
+    assert checkpoints.latest_step == 1
 
 
 def test_only_the_newest_checkpoints_are_kept(dataset, tmp_path):
@@ -389,8 +408,7 @@ def test_a_run_cannot_save_over_the_checkpoints_of_another(dataset, tmp_path):
 
 
 def test_a_second_run_can_read_but_not_save(dataset, tmp_path):
-    mesh = jb.data_mesh()
-    state = make_state(mesh)
+    state = make_state()
     message = "Another run is saving to .* Wait until it has ended, or choose a"
     with jb.Checkpoints(tmp_path) as first, jb.Checkpoints(tmp_path) as second:
         first.save(state, dataset.position(1))
@@ -435,11 +453,10 @@ def test_a_failed_write_is_reported_and_can_be_retried(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("value", [jnp.ones(3), float("nan")])
-def test_extra_values_that_are_not_json_are_refused(dataset, tmp_path, value):
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises((TypeError, ValueError), match="JSON"):
-            checkpoints.save({"w": jnp.ones(3)}, dataset.position(1), {"loss": value})
-        assert checkpoints.latest_step is None
+def test_extra_values_that_are_not_json_are_refused(dataset, checkpoints, value):
+    with pytest.raises((TypeError, ValueError), match="JSON"):
+        checkpoints.save({"w": jnp.ones(3)}, dataset.position(1), {"loss": value})
+    assert checkpoints.latest_step is None
 
 
 def test_a_half_written_checkpoint_is_ignored_and_replaced(dataset, tmp_path):
@@ -464,7 +481,7 @@ def saved(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     with jb.Checkpoints(folder) as checkpoints:
         for step in (3, 7):
-            checkpoints.save(make_state(jb.data_mesh()), dataset.position(step))
+            checkpoints.save(make_state(), dataset.position(step))
     return folder
 
 
@@ -477,13 +494,18 @@ def refusal(folder: pathlib.Path, state) -> str:
     return str(error.value)
 
 
+def flip_last_bit(path: pathlib.Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
 DAMAGES = {
     "deleted": (lambda path: path.unlink(), "is missing"),
-    "emptied": (lambda path: path.write_bytes(b""), "was changed|is missing or"),
     "truncated": (
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         "was changed|is missing or",
     ),
+    "changed": (flip_last_bit, "was changed|is missing or"),
 }
 
 
@@ -492,7 +514,7 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
     spoil, problem = DAMAGES[damage]
     sealed = json.loads((saved / "7" / "seal.json").read_text())
     assert len(sealed) > 5
-    state = make_state(jb.data_mesh())
+    state = make_state()
     for number, name in enumerate([*sealed, "seal.json"]):
         folder = tmp_path / str(number)
         shutil.copytree(saved, folder)
@@ -503,24 +525,11 @@ def test_every_damaged_file_is_named(saved, tmp_path, damage):
         assert message.endswith("Delete this directory to resume from step 3.")
 
 
-def test_a_single_changed_bit_is_detected(saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    largest = max(
-        (path for path in (tmp_path / "7").rglob("*") if path.is_file()),
-        key=lambda path: path.stat().st_size,
-    )
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
-    assert f"{largest.relative_to(tmp_path / '7')} was changed" in message
-
-
 @pytest.mark.parametrize("seal", ["{}", "[]", "null", '{"a": 1}', '{"a": [1]}'])
 def test_a_seal_with_the_wrong_contents_is_refused(saved, tmp_path, seal):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     (tmp_path / "7" / "seal.json").write_text(seal)
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
+    message = refusal(tmp_path, make_state())
     assert "7 is damaged: " in message
 
 
@@ -528,43 +537,21 @@ def test_the_suggested_remedy_works(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "7")
     with jb.Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.restore(make_state(jb.data_mesh())).position.step == 3
+        assert checkpoints.restore(make_state()).position.step == 3
     (tmp_path / "3" / "seal.json").unlink()
-    message = refusal(tmp_path, make_state(jb.data_mesh()))
+    message = refusal(tmp_path, make_state())
     assert message.endswith("There is no older checkpoint to resume from.")
 
 
-def test_an_optax_chain_whose_first_state_is_empty_is_restored(dataset, tmp_path):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    params = {"w": jnp.ones(3), "none": None, "empty": {}, "layers": [{}, jnp.ones(2)]}
-    state = {"params": params, "opt_state": tx.init(params)}
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(1))
-        restored = checkpoints.restore(state).state
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-
-
 def test_a_different_model_or_optimizer_is_refused(saved):
-    mesh = jb.data_mesh()
-    wider = refusal(saved, make_state(mesh, width=32))
+    wider = refusal(saved, make_state(width=32))
     assert "params.dense.bias.value is float32[32], but was float32[16]" in wider
-    other = refusal(saved, make_state(mesh, tx=optax.sgd(1e-3)))
+    other = refusal(saved, make_state(tx=optax.sgd(1e-3)))
     assert re.search(r"opt_state\..* is missing, but was", other)
-    other = refusal(saved, make_state(mesh, tx=optax.adam(1e-3, mu_dtype="bfloat16")))
+    other = refusal(saved, make_state(tx=optax.adam(1e-3, mu_dtype="bfloat16")))
     assert re.search(r"mu\..* is bfloat16\[.*\], but was float32", other)
-    stateless = refusal(saved, make_state(mesh, tx=optax.scale(-0.1)))
-    assert re.search(r"opt_state\..* is missing, but was", stateless)
-
-
-def test_the_state_of_an_optimizer_may_be_an_array(dataset, tmp_path):
-    tx = optax.GradientTransformation(
-        lambda params: jnp.zeros(2, jnp.int32),
-        lambda updates, count, params=None: (updates, count + 1),
-    )
-    state = jb.create_state({"w": np.ones(3)}, tx)
-    with jb.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(state, dataset.position(1))
-        assert checkpoints.restore(state).state.opt_state.tolist() == [0, 0]
+    other = refusal(saved, make_state(tx=optax.scale(-0.1)))
+    assert re.search(r"opt_state\..* is missing, but was", other)
 
 
 def test_restoring_without_a_checkpoint_is_refused(tmp_path):

@@ -48,8 +48,9 @@ class Wrapped(linen.Module):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("kind", ["", "remat", "jit", "vmap"])
+@pytest.mark.parametrize(
+    ("kind", "train"), [("", False), ("remat", True), ("jit", False), ("vmap", True)]
+)
 def test_recorded_values_are_not_variables(kind, train):
     module = Wrapped(kind) if kind else Router()
     state = jb.create_state(module, sample=(X, train))

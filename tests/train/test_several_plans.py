@@ -46,33 +46,6 @@ def mesh() -> jax.sharding.Mesh:
     return jb.data_mesh(jax.devices()[:2])
 
 
-@pytest.mark.exhaustive
-def test_a_change_of_plan_and_accumulation_compiles_nothing(mesh):
-    lengths = np.random.default_rng(0).integers(1, 17, 60)
-    options = {"batch_size_multiple": 2, "num_buckets": 2, "seq_len_multiple": 4}
-    plans = [jb.plan_buckets(lengths, max_tokens=n, **options) for n in (64, 128)]
-    joined = jb.JoinedSchedule(
-        {
-            0: jb.BatchSchedule(plans[0], lengths, order="ascending"),
-            4: jb.BatchSchedule(plans[1], lengths, accumulate=2, seed=1),
-        }
-    )
-    loader = jb.MeshLoader(tokens_of(lengths), joined, mesh, num_steps=9)
-    # With plain SGD, the factor of the learning rate is that of the update.
-    tx = optax.chain(
-        optax.sgd(0.1), jb.scale_by_batch_size(base_examples=8, rule="linear")
-    )
-    with jb.compile.count_compiles() as compiles:
-        state, steps = compile_all(loader, tx, accumulate=True)
-        for number, micro in enumerate(loader):
-            assert len(micro) == (1 if number < 4 else 2)
-            state, metrics = steps(state, micro)
-            examples = sum(int(x.num_examples) for x in micro)
-            assert metrics["lr_factor"] == pytest.approx(examples / 8)
-    assert compiles["add_micro_batch"] == len(joined.buckets) > len(plans[0])
-    assert set(steps) == set(joined.buckets)
-
-
 def mixture_of_three(seed: int = 0):
     """Returns a mixture of text, audio and pairs, and a source for each."""
     rng = np.random.default_rng(seed)
@@ -103,10 +76,8 @@ def mixture_of_three(seed: int = 0):
     return mixture, sources
 
 
-@pytest.mark.parametrize(
-    "num_steps", [20, pytest.param(300, marks=pytest.mark.exhaustive)]
-)
-def test_three_components_share_one_compiled_step(mesh, num_steps):
+def test_three_components_share_one_compiled_step(mesh):
+    num_steps = 20
     mixture, sources = mixture_of_three()
     loader = jb.MeshLoader(sources, mixture, mesh, num_steps=num_steps)
     tx = optax.sgd(0.05)
@@ -191,7 +162,7 @@ def test_an_update_may_have_components_with_different_features(
     assert kinds.count({"tokens", "frames"}) >= 2
     for batches in loader:
         params = nnx.state(state.model, nnx.Param)
-        loss, grads = jax.value_and_grad(mean_loss)(params, batches)
+        loss, grads = jax.jit(jax.value_and_grad(mean_loss))(params, batches)
         expected = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
         state, metrics = steps(state, batches)
         assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)

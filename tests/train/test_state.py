@@ -10,6 +10,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState as FlaxTrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from step_cases import on
 
 import jaxbucket as jb
 
@@ -17,59 +18,25 @@ import jaxbucket as jb
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 FEATURES = 3
+ONE = jb.data_mesh(jax.devices()[:1])
+BATCH = jb.data.collate_rows([{"x": np.ones(2, np.float32)}], jb.Bucket(1, 2))
 
 
-class Block(linen.Module):
-    """A residual convolution over frames `[B, T, F]`, with batch normalization."""
-
-    @linen.compact
-    def __call__(self, x, mask, train):
-        y = linen.Conv(8, [3], use_bias=False)(x * mask[..., None])
-        y = linen.BatchNorm(momentum=0.9)(y, not train, mask=mask[..., None])
-        return x + linen.relu(y)
-
-
-class ResNet(linen.Module):
+class Normalizing(linen.Module):
     @linen.compact
     def __call__(self, x, mask, train=False):
-        x = linen.Dense(8)(x)
-        for _ in range(2):
-            x = Block()(x, mask, train)
-        return linen.Dense(1)(x)[..., 0]
-
-
-def make_batches(mesh):
-    rng = np.random.default_rng(0)
-    source = [
-        {
-            "x": rng.normal(size=(n, FEATURES)).astype(np.float32),
-            "y": rng.normal(size=n).astype(np.float32),
-        }
-        for n in rng.integers(1, 30, 100)
-    ]
-    lengths = jb.measure_lengths(source, progress=False)
-    plan = jb.plan_buckets(
-        lengths, max_tokens=240, num_buckets=2, batch_size_multiple=8
-    )
-    return jb.MeshLoader(source, jb.BatchSchedule(plan, lengths, seed=0), mesh)
-
-
-def sample_of(batches):
-    batch = batches.dataset[0]
-    return batch.features["x"], batch.mask
+        return linen.BatchNorm()(linen.Dense(8)(x), not train, mask=mask[..., None])
 
 
 def test_a_linen_module_is_initialized_like_by_itself():
-    mesh = jb.data_mesh()
-    sample = sample_of(make_batches(mesh))
+    mesh, key = jb.data_mesh(), jax.random.key(3)
+    sample = np.ones((8, 5, FEATURES), np.float32), np.ones((8, 5), bool)
     state = jb.create_state(
-        ResNet(), optax.adam(1.0), mesh, sample=sample, rngs=jax.random.key(3)
+        Normalizing(), optax.adam(1.0), mesh, sample=sample, rngs=key
     )
-    expected = ResNet().init(jax.random.key(3), *sample)
+    expected = dict(Normalizing().init(key, *sample))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-        state.model,
-        dict(expected),
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.model, expected
     )
     assert all(x.sharding.mesh == mesh for x in jax.tree.leaves(state))
 
@@ -80,8 +47,9 @@ def test_a_batch_may_be_the_sample_of_a_module():
         def __call__(self, batch):
             return linen.Dense(2)(batch.features["x"])
 
-    batches = make_batches(jb.data_mesh())
-    spec = next(iter(batches.specs.values()))
+    plan = jb.BucketPlan.from_shapes([(8, 4)])
+    example = {"x": np.ones((3, FEATURES), np.float32)}
+    (spec,) = jb.sharding.batch_specs(plan, example, jb.data_mesh()).values()
     state = jb.create_state(OfBatch(), sample=spec, rngs={"params": jax.random.key(0)})
     assert state.params["Dense_0"]["kernel"].shape == (FEATURES, 2)
     assert state.opt_state == ()
@@ -124,16 +92,13 @@ def test_a_state_owns_its_arrays():
         jb.create_state({"a": w, "b": w}, optax.sgd(0.1), variables={"old": {"a": w}}),
     ]
     states.append(jb.create_state(states[0], optax.sgd(0.1)))
-    mesh = jb.data_mesh(jax.devices()[:1])
-    x = {"x": np.ones(2, np.float32)}
-    batch = jb.data.collate_rows([x], jb.Bucket(1, 2))
 
     def loss_fn(model, batch, keys):
         return jnp.sum(model["params"]["a"] + model["params"]["b"]), batch.num_tokens
 
-    step = jb.make_train_step(loss_fn, optax.sgd(0.1), mesh)
+    step = jb.make_train_step(loss_fn, optax.sgd(0.1), ONE)
     for state in states:
-        new, _ = step(state, batch)
+        new, _ = step(state, BATCH)
         assert new.params["a"][0] < 1 and new.params["b"][0] < 1
     assert w.tolist() == [1, 1, 1]
 
@@ -232,87 +197,54 @@ def test_a_second_phase_continues_with_the_model(kind):
 
 
 def test_steps_refuse_a_state_of_another_library():
-    tx = optax.sgd(0.1)
-    mesh = jb.data_mesh(jax.devices()[:1])
-    state = FlaxTrainState.create(apply_fn=None, params={"w": jnp.ones(())}, tx=tx)
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-
-    def loss_fn(model, batch, keys):
-        return jnp.sum(batch.features["x"]), batch.num_tokens
-
     for step in (
-        jb.make_train_step(loss_fn, tx, mesh),
-        jb.make_eval_step(loss_fn, mesh),
-        jb.make_predict_step(lambda model, batch: {}, mesh),
+        jb.make_train_step(times(1.0), optax.sgd(0.1), ONE),
+        jb.make_eval_step(times(1.0), ONE),
+        jb.make_predict_step(lambda model, batch: {}, ONE),
     ):
         with pytest.raises(ValueError, match="`state`"):
-            step(state, batch)
+            step(FLAX_STATE, BATCH)
 
 
 # Training a part of the parameters
 
 
-def make_stack(kind, wrt, width=64, depth=8):
-    """A deep model of which `wrt` selects the parameters to train, and its loss."""
-    if kind == "nnx":
+class Stack(nnx.Module):
+    def __init__(self, rngs):
+        layers = [nnx.Linear(64, 64, rngs=rngs) for _ in range(4)]
+        self.body, self.head = nnx.List(layers), nnx.Linear(64, 1, rngs=rngs)
 
-        class Stack(nnx.Module):
-            def __init__(self, rngs):
-                self.body = nnx.List(
-                    [nnx.Linear(width, width, rngs=rngs) for _ in range(depth)]
-                )
-                self.head = nnx.Linear(width, 1, rngs=rngs)
+    def __call__(self, x):
+        for layer in self.body:
+            x = jnp.tanh(layer(x))
+        return self.head(x)
 
-            def __call__(self, x):
-                for layer in self.body:
-                    x = jnp.tanh(layer(x))
-                return self.head(x)
 
-        model = Stack(nnx.Rngs(0))
-
-        def apply(model, x):
-            return model(x)
-
-    else:
-        rng = np.random.default_rng(0)
-        model = {
-            "body": [rng.normal(size=(width, width)).astype(np.float32)] * depth,
-            "head": rng.normal(size=(width, 1)).astype(np.float32),
-        }
-
-        def apply(params, x):
-            for kernel in params["body"]:
-                x = jnp.tanh(x @ kernel)
-            return x @ params["head"]
+def make_stack(wrt):
+    """A deep model of which `wrt` selects the parameters to train, and its step."""
 
     def loss_fn(model, batch, keys):
-        y = apply(model, batch.features["x"])[..., 0]
+        y = model(batch.features["x"])[..., 0]
         return jnp.sum(jnp.square(y), where=batch.mask), batch.num_tokens
 
     tx = optax.adam(1e-3)
-    mesh = jb.data_mesh(jax.devices()[:1])
-    state = jb.create_state(model, tx, mesh, wrt=wrt)
-    x = np.ones((8, width), np.float32)
-    batch = jb.data.collate_rows([{"x": x}] * 4, jb.Bucket(4, 8))
-    (batch,) = jb.sharding.prefetch_to_mesh([batch], mesh)
-    return state, jb.make_train_step(loss_fn, tx, mesh), batch
+    state = jb.create_state(Stack(nnx.Rngs(0)), tx, ONE, wrt=wrt)
+    return state, jb.make_train_step(loss_fn, tx, ONE)
 
 
-@pytest.mark.parametrize(
-    "kind", ["nnx", pytest.param("plain", marks=pytest.mark.exhaustive)]
-)
-def test_only_selected_parameters_are_trained_and_paid_for(kind):
-    def costs(step, state, batch):
+def test_only_selected_parameters_are_trained_and_paid_for():
+    x = np.ones((8, 64), np.float32)
+    batch = on(ONE, jb.data.collate_rows([{"x": x}] * 4, jb.Bucket(4, 8)))
+
+    def costs(step, state):
         compiled = step.lower(state, batch).compile()
         memory = compiled.memory_analysis().temp_size_in_bytes
         return compiled.cost_analysis()["flops"], memory
 
-    head = nnx.PathContains("head")
-    wrt = nnx.All(nnx.Param, head) if kind == "nnx" else head
-    state, step, batch = make_stack(kind, wrt)
-    whole, whole_step, _ = make_stack(kind, None)
-    flops, memory = costs(step, state, batch)
-    whole_flops, whole_memory = costs(whole_step, whole, batch)
+    state, step = make_stack(nnx.All(nnx.Param, nnx.PathContains("head")))
+    whole, whole_step = make_stack(None)
+    flops, memory = costs(step, state)
+    whole_flops, whole_memory = costs(whole_step, whole)
     # Without gradients of the body, only its forward pass is left: a third.
     assert flops < 0.45 * whole_flops
     # Neither the gradients of the body nor its activations are kept.
@@ -363,11 +295,9 @@ SGD, MOMENTUM = optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)
     ],
 )
 def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step):
-    mesh = jb.data_mesh(jax.devices()[:1])
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    step = jb.make_train_step(times(1.0), of_step, mesh)
+    step = jb.make_train_step(times(1.0), of_step, ONE)
     with pytest.raises(ValueError, match="`state`"):
-        step(jb.create_state({"w": 1.0}, of_state, mesh), batch)
+        step(jb.create_state({"w": 1.0}, of_state, ONE), BATCH)
 
 
 @pytest.mark.parametrize(
@@ -381,11 +311,9 @@ def test_a_step_refuses_the_state_of_another_optimizer(of_state, of_step):
 )
 def test_the_initial_state_may_depend_on_values_and_shardings(init):
     tx = optax.GradientTransformation(init, lambda grads, state, params: (grads, state))
-    mesh = jb.data_mesh(jax.devices()[:1])
-    batch = jb.data.collate_rows([{"x": np.ones(2)}], jb.Bucket(1, 2))
-    state = jb.create_state({"w": 1.0}, tx, mesh)
+    state = jb.create_state({"w": 1.0}, tx, ONE)
     expected = jax.tree.map(float, state.opt_state)
-    state, _ = jb.make_train_step(times(1.0), tx, mesh)(state, batch)
+    state, _ = jb.make_train_step(times(1.0), tx, ONE)(state, BATCH)
     assert jax.tree.map(float, state.opt_state) == expected
 
 

@@ -7,25 +7,18 @@ import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import Mesh
+from step_cases import on
 
 import jaxbucket as jb
 
 # Four devices with two rows each, the last one without an example.
 ROWS = [[1.0, 5.0], [2.0], [7.0], [3.0, 4.0, 4.0], [6.0], [1.0], [2.0]]
-MAPPED = ["shard_map", "pmap"]
 
-
-def make_batch(rows=ROWS, num_rows=8):
-    rows = [{"x": np.array(row, np.float32)} for row in rows]
-    return jb.data.collate_rows(rows, jb.Bucket(num_rows, 4))
-
-
-def make_mesh():
-    return jb.data_mesh(jax.devices()[:4])
-
-
-def on_mesh(batch, mesh, **options):
-    return next(iter(jb.sharding.prefetch_to_mesh([batch], mesh, **options)))
+PADDED = jb.data.collate_rows(
+    [{"x": np.array(row, np.float32)} for row in ROWS], jb.Bucket(8, 4)
+)
+MESH, TX = jb.data_mesh(jax.devices()[:4]), optax.sgd(0.1)
+BATCH = on(MESH, PADDED)
 
 
 def counting_loss(model, batch, keys):
@@ -43,13 +36,13 @@ def counting_loss(model, batch, keys):
 VARIABLES = {"total": {"count": np.int32(10)}, "level": {"x": np.float32(8)}}
 
 
-def step_once(loss, *, variables=VARIABLES, mode="jit", batches=None, **options):
-    mesh, tx = make_mesh(), optax.sgd(0.1)
-    state = jb.create_state({"w": np.float32(2)}, tx, mesh, variables=variables)
-    step = jb.make_train_step(loss, tx, mesh, mode=mode, **options)
-    if batches is None:
-        batches = on_mesh(make_batch(), mesh)
-    return step(state, batches)[0]
+def make_state(tx=TX, variables=VARIABLES):
+    return jb.create_state({"w": np.float32(2)}, tx, MESH, variables=variables)
+
+
+def step_once(loss, *, variables=VARIABLES, batches=BATCH, **options):
+    step = jb.make_train_step(loss, TX, MESH, **options)
+    return step(make_state(variables=variables), batches)[0]
 
 
 def test_collections_have_the_values_that_the_loss_returns():
@@ -62,18 +55,16 @@ def test_collections_have_the_values_that_the_loss_returns():
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_micro_batch_sees_the_variables_of_the_one_before(ahead):
-    mesh, tx = make_mesh(), optax.sgd(0.1)
-    state = jb.create_state({"w": np.float32(2)}, tx, mesh, variables=VARIABLES)
-    step = jb.make_train_step(counting_loss, tx, mesh, accumulate=True)
+    state = make_state()
+    step = jb.make_train_step(counting_loss, TX, MESH, accumulate=True)
     # The statistics of a batch without examples are not finite.
-    full = on_mesh(make_batch(), mesh)
-    empty = jax.tree.map(jnp.zeros_like, full)
+    empty = jax.tree.map(jnp.zeros_like, BATCH)
     if ahead:
         plan = jb.BucketPlan.from_shapes([(8, 4)])
-        specs = jb.sharding.batch_specs(plan, {"x": np.ones(1, np.float32)}, mesh)
+        specs = jb.sharding.batch_specs(plan, {"x": np.ones(1, np.float32)}, MESH)
         step = jb.compile_steps(step, state, specs, progress=False)
     for number in (1, 2):
-        state, _ = step(state, (full, empty, full))
+        state, _ = step(state, (BATCH, empty, BATCH))
         assert state.variables["total"]["count"] == 10 + 2 * number * 10
     level = 8.0
     for _ in range(4):
@@ -88,8 +79,7 @@ def test_a_skipped_update_keeps_the_variables(accumulate):
         loss, weight, sums, new = counting_loss(model, batch, keys)
         return loss * jnp.inf, weight, sums, new
 
-    batch = on_mesh(make_batch(), make_mesh())
-    batches = (batch, batch) if accumulate else batch
+    batches = (BATCH, BATCH) if accumulate else BATCH
     state = step_once(
         infinite, batches=batches, skip_nonfinite=True, accumulate=accumulate
     )
@@ -97,7 +87,7 @@ def test_a_skipped_update_keeps_the_variables(accumulate):
     assert state.step == 1
 
 
-@pytest.mark.parametrize("mode", MAPPED)
+@pytest.mark.parametrize("mode", ["shard_map", "pmap"])
 def test_a_change_needs_the_whole_batch(mode):
     with pytest.raises(ValueError, match=r"\['level'\]\['x'\].*`mode='jit'`"):
         step_once(counting_loss, mode=mode)
@@ -125,13 +115,11 @@ def test_variables_that_break_the_contract_are_refused(new, message):
 
 
 def test_weakly_typed_variables_are_compiled_once():
-    mesh, tx = make_mesh(), optax.sgd(0.1)
-    state = jb.create_state({"w": np.float32(2)}, tx, mesh, variables=VARIABLES)
-    step = jb.make_train_step(returning({"level": {"x": 1.0}}), tx, mesh)
-    batch = on_mesh(make_batch(), mesh)
+    state = make_state()
+    step = jb.make_train_step(returning({"level": {"x": 1.0}}), TX, MESH)
     with jb.compile.count_compiles() as compiles:
         for _ in range(3):
-            state, _ = step(state, batch)
+            state, _ = step(state, BATCH)
     assert compiles["train_step"] == 1
     assert state.variables["level"]["x"] == 1
 
@@ -141,9 +129,7 @@ def test_unchanged_variables_may_be_returned_in_evaluation():
         new = {name: model[name] for name in VARIABLES}
         return jnp.sum(batch.features["x"]), batch.num_tokens, {}, new
 
-    mesh = make_mesh()
-    state = jb.create_state({"w": np.float32(2)}, None, mesh, variables=VARIABLES)
-    metrics = jb.make_eval_step(loss, mesh)(state, on_mesh(make_batch(), mesh))
+    metrics = jb.make_eval_step(loss, MESH)(make_state(None), BATCH)
     assert metrics["loss_sum"] == 35
 
 
@@ -189,21 +175,17 @@ def nnx_loss(model, batch, keys):
 
 
 def test_the_variables_of_an_nnx_model_are_those_it_has_assigned():
-    mesh, tx, model = make_mesh(), optax.sgd(0.1), Counting()
-    state = jb.create_state(model, tx, mesh)
-    step = jb.make_train_step(nnx_loss, tx, mesh)
-    batch = on_mesh(make_batch(), mesh)
+    model = Counting()
+    state = jb.create_state(model, TX, MESH)
+    step = jb.make_train_step(nnx_loss, TX, MESH)
     for number in (1, 2):
-        state, _ = step(state, batch)
+        state, _ = step(state, BATCH)
         assert state.model.calls.get_value() == number * 10
     # The original model is not changed.
     assert model.calls.get_value() == 0
 
 
 def test_changes_of_an_nnx_model_are_refused_where_they_would_be_lost():
-    mesh, tx = make_mesh(), optax.sgd(0.1)
-    batch = on_mesh(make_batch(), mesh)
-
     def predict(model, batch):
         return {"y": model(batch) + batch.features["x"]}
 
@@ -211,13 +193,13 @@ def test_changes_of_an_nnx_model_are_refused_where_they_would_be_lost():
         return *nnx_loss(model, batch, keys), {}, {"calls": jnp.ones(())}
 
     for step in (
-        jb.make_train_step(nnx_loss, tx, mesh, mode="shard_map"),
-        jb.make_eval_step(nnx_loss, mesh),
-        jb.make_predict_step(predict, mesh),
-        jb.make_train_step(returned, tx, mesh),
+        jb.make_train_step(nnx_loss, TX, MESH, mode="shard_map"),
+        jb.make_eval_step(nnx_loss, MESH),
+        jb.make_predict_step(predict, MESH),
+        jb.make_train_step(returned, TX, MESH),
     ):
         with pytest.raises(ValueError, match="calls|returned variables of an NNX"):
-            step(jb.create_state(Counting(), tx, mesh), batch)
+            step(jb.create_state(Counting(), TX, MESH), BATCH)
 
 
 class Teacher(nnx.Module):
@@ -232,11 +214,9 @@ def test_an_assigned_parameter_is_refused(wrt):
         model.teacher[...] = 0.9 * model.teacher[...] + 0.1 * model.w[...]
         return jnp.sum(model.w[...] * batch.features["x"]), batch.num_tokens
 
-    mesh, tx = make_mesh(), optax.sgd(0.1)
-    batch = on_mesh(make_batch(), mesh)
-    for step in (jb.make_train_step(loss, tx, mesh), jb.make_eval_step(loss, mesh)):
+    for step in (jb.make_train_step(loss, TX, MESH), jb.make_eval_step(loss, MESH)):
         with pytest.raises(ValueError, match=r"changes \['teacher'\]"):
-            step(jb.create_state(Teacher(), tx, mesh, wrt=wrt), batch)
+            step(jb.create_state(Teacher(), TX, MESH, wrt=wrt), BATCH)
 
 
 class Block(nnx.Module):
@@ -256,17 +236,16 @@ def block_loss(model, batch, keys):
 
 
 def test_variables_that_a_checkpointed_layer_passes_on_are_unchanged():
-    mesh, tx, model = make_mesh(), optax.sgd(0.1), Block(nnx.Rngs(0))
-    batch = on_mesh(make_batch(), mesh)
-    evaluate = jb.make_eval_step(block_loss, mesh, mode="shard_map")
-    train = jb.make_train_step(block_loss, tx, mesh, mode="shard_map")
+    model = Block(nnx.Rngs(0))
+    evaluate = jb.make_eval_step(block_loss, MESH, mode="shard_map")
+    train = jb.make_train_step(block_loss, TX, MESH, mode="shard_map")
     for step in (evaluate, train):
         with pytest.raises(ValueError, match="The model changes"):
-            step(jb.create_state(model, tx, mesh), batch)
+            step(jb.create_state(model, TX, MESH), BATCH)
     model.eval()
-    metrics = evaluate(jb.create_state(model, tx, mesh), batch)
+    metrics = evaluate(jb.create_state(model, TX, MESH), BATCH)
     np.testing.assert_allclose(metrics["loss"], 7, rtol=1e-4)
-    train(jb.create_state(model, tx, mesh), batch)
+    train(jb.create_state(model, TX, MESH), BATCH)
 
 
 # Batch normalization by Flax's own layers
@@ -310,14 +289,14 @@ def test_batch_normalization_is_that_of_the_whole_batch(kind, layout):
     """The gradient passes through the statistics, to the rows of all devices."""
     shape, names, axes = LAYOUTS[layout]
     mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
-    tx, batch = optax.sgd(1.0), make_batch()
+    tx = optax.sgd(1.0)
     if kind == "nnx":
         state = jb.create_state(Normalized(), tx, mesh)
     else:
-        sample = (batch.features["x"], batch.mask)
+        sample = (PADDED.features["x"], PADDED.mask)
         state = jb.create_state(LinenNormalized(), tx, mesh, sample=sample)
     step = jb.make_train_step(norm_loss, tx, mesh, batch_axes=axes)
-    state, metrics = step(state, on_mesh(batch, mesh, batch_axes=axes))
+    state, metrics = step(state, on(mesh, PADDED, batch_axes=axes))
 
     def plain(w, scale, bias):
         y = w * jnp.concatenate([jnp.array(row, jnp.float32) for row in ROWS])

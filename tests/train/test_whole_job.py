@@ -2,19 +2,16 @@
 
 import json
 import pathlib
-import sys
 
 import jax
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import whole_job
 
+# With those of `test_two_processes_train_like_the_plain_loop`, all pairs.
 ALL = [
     ("nnx", "jit", 1, 1),
     ("nnx", "shard_map", 8, 1),
-    ("nnx", "pmap", 8, 2),
     ("linen", "jit", 8, 2),
     ("linen", "shard_map", 1, 2),
     ("linen", "pmap", 8, 1),

@@ -98,10 +98,6 @@ def make_schedule(source: Any, accumulate: int) -> jb.BatchSchedule:
     return jb.BatchSchedule(plan, lengths, seed=1, accumulate=accumulate)
 
 
-def make_optimizer() -> optax.GradientTransformation:
-    return optax.adam(1e-2)
-
-
 @jax.jit
 def move_average(average: Any, state: jb.train.TrainState) -> Any:
     return optax.incremental_update(state.params, average, 1 - DECAY)
@@ -132,7 +128,7 @@ def train(
     mesh = jb.data_mesh(devices)
     source = make_source()
     schedule = make_schedule(source, accumulate)
-    tx = make_optimizer()
+    tx = optax.adam(1e-2)
     batches = jb.MeshLoader(source, schedule, mesh)
     trained = nnx.Not(nnx.PathContains("body"))
     if kind == "nnx":
@@ -208,9 +204,13 @@ def reference(initial: dict[str, Any], accumulate: int) -> dict[str, Any]:
             kept = draw(keys, bucket.seq_len)
             kept = [kept[r, : len(x["y"])] for r, x in zip(rows, examples, strict=True)]
             args = frozen, statistics, examples, jnp.concatenate(kept)
-            (part, statistics), new = jax.value_and_grad(_plain_loss, has_aux=True)(
-                state, *args
+            # Compiled, because most operations have shapes that are new in each step.
+            gradients = jax.jit(
+                jax.value_and_grad(
+                    lambda x, args=args: _plain_loss(x, *args), has_aux=True
+                )
             )
+            (part, statistics), new = gradients(state)
             loss_sum += float(part)
             weight += sum(len(x["y"]) for x in examples)
             grads = jax.tree.map(jnp.add, grads, new)
