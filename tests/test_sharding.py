@@ -133,19 +133,6 @@ def test_parts_are_counted_over_the_batch_axes_only(layout):
     assert shard.axes == names
 
 
-def test_hosts_across_a_model_axis_need_the_same_rows():
-    mesh, axes = make_mesh("1x8-model")
-    shards = {rows_of_devices(mesh, host, axes) for host in make_hosts(4)}
-    assert shards == {jb.data.RowShard((0,), 1, ("data",))}
-
-
-def test_a_host_with_interleaved_devices_has_scattered_rows():
-    devices = jax.devices()[:8]
-    mesh = jb.data_mesh(devices[::2] + devices[1::2])
-    shard = rows_of_devices(mesh, devices[:4], "data")
-    assert shard.parts == (0, 1, 4, 5)
-
-
 @pytest.mark.parametrize(
     ("layout", "permutation", "num_hosts"),
     [

@@ -65,34 +65,6 @@ def of_another_plan(plan):
     return recipe(jb.BucketPlan.from_shapes([(8, 4), (4, 9)]))
 
 
-def start(folder, dtype=np.float32):
-    """Runs the job; returns the number of programs that XLA compiled for it."""
-    step, _, specs = recipe(PLAN, np.dtype(dtype).name)
-    state = jb.sharding.replicate({"w": dtype(2)}, MESH)
-    jax.clear_caches()
-    with jb.compile.count_compiles() as compiles:
-        steps = jb.compile_steps(step, state, specs, executables=folder)
-        batch = jb.data.collate_rows([{"x": np.ones(3, dtype)}], PLAN.buckets[0])
-        (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
-        assert steps(state, batch)[1] == 6
-    return compiles["my_step"]
-
-
-@pytest.mark.exhaustive
-def test_the_job_loads_precompiled_programs(tmp_path):
-    jax.clear_caches()
-    report, failures = precompile(recipe, PLAN, executables=tmp_path)
-    assert [p.label for p in report.programs] == ["[2, 16]", "[4, 8]", "[8, 4]"]
-    assert {p.source for p in report.programs} == {"compiled"}
-    assert not failures
-    assert start(tmp_path) == 0
-    again, _ = precompile(recipe, PLAN, executables=tmp_path)
-    assert {p.source for p in again.programs} == {"loaded"}
-    # Arguments are passed on, and result in a different program.
-    precompile(recipe, PLAN, "float64", executables=tmp_path)
-    assert start(tmp_path) == 0
-
-
 def test_the_other_buckets_are_compiled_if_one_fails(tmp_path):
     report, failures = precompile(recipe, PLAN, "float16", executables=tmp_path)
     assert [p.label for p in report.programs] == ["[4, 8]", "[8, 4]"]
@@ -365,16 +337,15 @@ def test_processes_precompile_for_as_many_processes(launch, project, monkeypatch
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("path", "command", "recipe", "job_is_first"),
+    ("path", "command", "recipe"),
     [
-        ("train.py", "train.py", "train:steps", False),
-        ("train.py", "train.py", "train:steps", True),
-        ("train.py", "-m train", "train:steps", False),
-        ("package/train.py", "-m package.train", "package.train:steps", False),
-        ("package/train.py", "package/train.py", "package.train:steps", False),
+        ("train.py", "train.py", "train:steps"),
+        ("train.py", "-m train", "train:steps"),
+        ("package/train.py", "-m package.train", "package.train:steps"),
+        ("package/train.py", "package/train.py", "package.train:steps"),
     ],
 )
-def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_first):
+def test_classes_of_the_script_are_found(project, path, command, recipe):
     (project / "package").mkdir()
     (project / path).write_text(SCRIPT + RUN)
 
@@ -382,8 +353,6 @@ def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_
         command = [sys.executable, *command.split()]
         return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
 
-    if job_is_first:
-        assert "compiled compiled\n" in start(command)
     start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
     output = start(command)
     assert "loaded loaded\n" in output and "Warning" not in output

@@ -5,7 +5,6 @@ import pytest
 
 from jaxbucket import Bucket
 from jaxbucket.data import collate_rows, unbatch
-from jaxbucket.data.example_spec import ExampleSpec
 
 
 def random_rows(seed: int, bucket: Bucket) -> list[dict | None]:
@@ -87,16 +86,6 @@ def test_unbatch_needs_names_if_a_vector_has_the_length_of_the_bucket():
     assert back["v"].tolist() == [0, 1, 2]
 
 
-def test_a_vector_is_stacked_if_sequences_are_named():
-    rows = [
-        {"x": np.arange(2), "v": np.arange(3)},
-        {"x": np.arange(4), "v": np.ones(3, int)},
-    ]
-    batch = collate_rows(rows, Bucket(3, 4), sequences=["x"])
-    assert batch.features["v"].tolist() == [[0, 1, 2], [1, 1, 1], [0, 0, 0]]
-    assert set(batch.segment_ids) == {"x"}
-
-
 def test_long_examples_are_truncated_on_request():
     rows = [{"x": np.arange(5)}, {"x": np.arange(2)}]
     for options, kept in (
@@ -108,13 +97,6 @@ def test_long_examples_are_truncated_on_request():
         assert batch.features["x"].tolist() == [kept, [0, 1, 0]]
         assert batch.positions["x"].tolist() == [[0, 1, 2], [0, 1, 0]]
         assert batch.num_tokens == 5
-
-
-def test_batches_do_not_share_memory_with_examples():
-    example = {"x": np.arange(3)}
-    batch = collate_rows([example], Bucket(1, 3))
-    example["x"][:] = 9
-    assert batch.features["x"].tolist() == [[0, 1, 2]]
 
 
 X = {"x": np.arange(3)}
@@ -157,12 +139,6 @@ ROW_1 = r"[^$]*row 1"
 def test_invalid_rows_are_refused(rows, options, message):
     with pytest.raises(ValueError, match=message):
         collate_rows(rows, Bucket(2, 4), **options)
-
-
-def test_the_length_of_an_example_is_the_length_of_its_sequences():
-    example = {"x": [1, 2, 3], "y": np.ones((3, 4)), "label": 1}
-    assert ExampleSpec(example).lengths() == {"x": 3}
-    assert ExampleSpec({"x": [1, 2], "y": [1]}, ["y"]).lengths() == {"y": 1}
 
 
 @pytest.mark.parametrize(
