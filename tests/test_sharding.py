@@ -26,22 +26,15 @@ PERMUTATIONS = [None, 0, 1, 2]
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-class Examples:
-    """Examples of given lengths, computed from their index."""
-
-    def __init__(self, lengths: np.ndarray):
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        values = index + np.arange(self.lengths[index])
-        return {
-            "tokens": (values % 32_749).astype(np.int32),
-            "vectors": np.stack([values, -values], axis=1).astype(np.float32),
-            "label": np.int32(index),
+def examples_of(lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
+    return [
+        {
+            "tokens": i + np.arange(n, dtype=np.int32),
+            "vectors": np.outer(i + np.arange(n), [1, -1]).astype(np.float32),
+            "label": np.int32(i),
         }
+        for i, n in enumerate(lengths)
+    ]
 
 
 def random_lengths(seed: int, size: int = 200) -> np.ndarray:
@@ -92,7 +85,7 @@ def assert_rows_match_jax(source, schedule, mesh, axes, hosts, steps):
 
 def local_batches(plan: jb.BucketPlan, lengths: np.ndarray, num_steps: int):
     schedule = jb.BatchSchedule(plan, lengths)
-    return jb.batch_dataset(Examples(lengths), schedule, num_steps=num_steps)
+    return jb.batch_dataset(examples_of(lengths), schedule, num_steps=num_steps)
 
 
 def eight_row_plan(lengths: np.ndarray) -> jb.BucketPlan:
@@ -156,17 +149,16 @@ def test_rows_of_simulated_hosts_match_the_assignment_of_jax(
     # The last steps of an epoch, which may have empty rows, and two steps of the next.
     steps = range(len(schedule) - 3, len(schedule) + 2)
     assert_rows_match_jax(
-        Examples(lengths), schedule, mesh, axes, make_hosts(num_hosts), steps
+        examples_of(lengths), schedule, mesh, axes, make_hosts(num_hosts), steps
     )
 
 
 # prefetch_to_mesh
 
 
-@pytest.mark.parametrize("permutation", [pytest.param(None, marks=EXHAUSTIVE), 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_global_arrays_equal_the_numpy_batch(layout, permutation):
-    mesh, axes = make_mesh(layout, permutation)
+def test_global_arrays_equal_the_numpy_batch(layout):
+    mesh, axes = make_mesh(layout, permutation=0)
     lengths = random_lengths(5)
     batches = list(local_batches(eight_row_plan(lengths), lengths, 6))
     on_mesh = list(jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes))
@@ -260,22 +252,13 @@ def test_replicate_puts_a_full_copy_on_every_device():
 # batch_specs
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(
-            pytest.param(name, marks=EXHAUSTIVE)
-            for name in LAYOUTS
-            if name != "2x2x2-swapped"
-        ),
-        "2x2x2-swapped",
-    ],
-)
-def test_specs_match_real_batches(layout):
-    mesh, axes = make_mesh(layout, permutation=2)
+def test_specs_match_real_batches():
+    mesh, axes = make_mesh("2x2x2-swapped", permutation=2)
     lengths = random_lengths(8)
     plan = eight_row_plan(lengths)
-    specs = jb.sharding.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=axes)
+    specs = jb.sharding.batch_specs(
+        plan, examples_of(lengths)[0], mesh, batch_axes=axes
+    )
     assert list(specs) == list(plan.buckets)
     batches = local_batches(plan, lengths, 12)
     seen = set()
@@ -351,7 +334,7 @@ MESH = jb.data_mesh()
         (lambda: specs(MESH), "batch_size"),
         (
             lambda: jb.batch_dataset(
-                Examples(np.full(6, 4)),
+                examples_of(np.full(6, 4)),
                 jb.BatchSchedule(PLAN, np.full(6, 4)),
                 shard=jb.sharding.local_rows(MESH),
             ),
@@ -453,9 +436,9 @@ def test_a_host_loads_the_whole_rows_of_which_its_devices_hold_a_part(
 def test_batches_of_cut_rows_have_the_values_of_whole_rows():
     mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=4)
     assert dict(mesh.shape) == {"data": 2, "row1": 2, "row2": 2}
-    source = Examples(np.array([24, 21, 17, 24]))
-    plan = jb.BucketPlan.from_shapes([(2, 24)])
-    schedule = jb.BatchSchedule(plan, source.lengths)
+    lengths = np.array([24, 21, 17, 24])
+    source, plan = examples_of(lengths), jb.BucketPlan.from_shapes([(2, 24)])
+    schedule = jb.BatchSchedule(plan, lengths)
     loader = jb.MeshLoader(source, schedule, mesh, sequences=["tokens", "vectors"])
     local = jb.batch_dataset(source, schedule, sequences=["tokens", "vectors"])
     for batch, expected in zip(loader, local, strict=True):

@@ -16,7 +16,6 @@ from jaxbucket.attention.masks import Pairs
 from jaxbucket.data.collate import row_segments
 
 SLOW = pytest.mark.exhaustive
-CAUSAL = [True, pytest.param(False, marks=SLOW)]
 
 
 def packed_rows(seed, size=3, seq_len=96, longest=60):
@@ -105,10 +104,8 @@ def test_segment_attention_agrees_with_a_mask(seed, is_causal, seq_len):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=SLOW)])
-@pytest.mark.parametrize(
-    "seed", [*range(8), *(pytest.param(i, marks=SLOW) for i in range(8, 25))]
-)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("seed", range(12))
 def test_the_result_does_not_depend_on_the_block_size(seed, is_causal):
     rng = np.random.default_rng(seed)
     ids = packed_rows(seed, seq_len=96, longest=int(rng.choice([1, 10, 96])))
@@ -132,27 +129,6 @@ def _compiled(block, is_causal):
             output_and_gradients(x, ids, *heads) for x in (in_blocks, by_mask)
         ]
     )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("is_causal", CAUSAL)
-def test_segments_are_independent_of_their_neighbors(is_causal):
-    ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([50, 90, 100, 20]), axis=1)
-    heads = random_heads(ids)
-    attend = functools.partial(jb.segment_attention, is_causal=is_causal)
-    in_segment = np.asarray(ids)[0] == 2
-
-    @jax.jit
-    def attend_to_segment(heads):
-        result, pullback = jax.vjp(lambda *x: attend(*x, ids), *heads)
-        gradients = pullback(jnp.where((ids == 2)[..., None, None], result, 0))
-        return [x[0, in_segment] for x in (result, *gradients)]
-
-    others = ~in_segment[None, :, None, None]
-    loud = tuple(jnp.where(others, 100 * x + 3, x) for x in heads)
-    for a, b in zip(attend_to_segment(heads), attend_to_segment(loud), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert np.abs(attend_to_segment(tuple(2 * x for x in heads))[0]).max() > 0
 
 
 @pytest.mark.exhaustive

@@ -432,23 +432,15 @@ def test_every_explanation_of_programs_comes_once(capsys, monkeypatch):
     assert "Collectives that" not in capsys.readouterr().out
 
 
-PROGRAM = [sys.executable, "-m", "jaxbucket"]
-
-
-def test_the_command_runs_as_a_script_without_jax():
+def test_the_command_runs_as_a_script_without_jax(python):
     code = (
         "import runpy, sys\n"
         "try: runpy.run_module('jaxbucket', run_name='__main__', alter_sys=True)\n"
         "finally: assert not {'jax', 'grain', 'flax'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "plan", "lengths.npy", *map(str, OPTIONS)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "FORCE_COLOR": "1"},
-    )
-    assert done.returncode == 0 and "steps per epoch" in done.stdout, done.stderr
+    env = {**os.environ, "FORCE_COLOR": "1"}
+    done = python("-c", code, "plan", "lengths.npy", *OPTIONS, env=env)
+    assert "steps per epoch" in done.stdout
     # No progress bar outside of a terminal.
     assert done.stderr == ""
 
@@ -456,8 +448,9 @@ def test_the_command_runs_as_a_script_without_jax():
 def test_a_closed_pipe_ends_a_command_silently():
     read, write = os.pipe()
     os.close(read)
+    program = [sys.executable, "-m", "jaxbucket"]
     done = subprocess.run(
-        [*PROGRAM, "compare", "lengths.npy", *map(str, BUDGET)],
+        [*program, "compare", "lengths.npy", *map(str, BUDGET)],
         stdout=write,
         stderr=subprocess.PIPE,
         check=False,

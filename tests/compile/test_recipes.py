@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +196,7 @@ def test_a_file_that_is_not_a_plan_is_refused(plan):
 
 
 @pytest.mark.exhaustive
-def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
+def test_a_training_job_loads_what_precompile_has_compiled(tmp_path, python):
     """From a file of lengths to a training job that compiles nothing."""
     lines = "".join(
         json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
@@ -212,30 +210,20 @@ def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
         *("--steps", 6, "--width", 16, "--layers", 1, "--max-len", 128),
         *("--max-tokens", 512, "--devices", 2),
     )
-    arguments = tuple(map(str, arguments))
-    script = [
-        *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
-        *("--recipe", "training:steps", "--plan", tmp_path / "plan.json"),
-        *("--cache", tmp_path / "cache", "--json", "--", *arguments),
-    ]
-    run = subprocess.run(
-        script, cwd=END_TO_END, capture_output=True, text=True, check=False
+    run = python(
+        *(ROOT / "scripts" / "precompile_shapes.py", "--recipe", "training:steps"),
+        *("--plan", tmp_path / "plan.json", "--cache", tmp_path / "cache", "--json"),
+        *("--", *arguments),
+        cwd=END_TO_END,
     )
-    assert run.returncode == 0, run.stderr
     programs = json.loads(run.stdout)["programs"]
     assert sorted(p["name"] for p in programs) == ["eval_step"] * 3 + ["train_step"] * 3
     assert all(p["temporary_bytes"] > 0 for p in programs)
     out = tmp_path / "out.json"
-    run = subprocess.run(
-        [
-            *(sys.executable, END_TO_END / "run.py", *arguments),
-            *("--executables", tmp_path / "cache", "--json", out),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    python(
+        *(END_TO_END / "run.py", *arguments),
+        *("--executables", tmp_path / "cache", "--json", out),
     )
-    assert run.returncode == 0, run.stderr
     for name in ("train_step", "eval_step"):
         compiled = json.loads(out.read_text())["compile"][name]
         assert (compiled["ahead"], compiled["later"]) == (0, 0)
@@ -345,17 +333,13 @@ def test_processes_precompile_for_as_many_processes(launch, project, monkeypatch
         ("package/train.py", "package/train.py", "package.train:steps"),
     ],
 )
-def test_classes_of_the_script_are_found(project, path, command, recipe):
+def test_classes_of_the_script_are_found(project, python, path, command, recipe):
     (project / "package").mkdir()
     (project / path).write_text(SCRIPT + RUN)
 
-    def start(command):
-        command = [sys.executable, *command.split()]
-        return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
-
-    start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
-    output = start(command)
-    assert "loaded loaded\n" in output and "Warning" not in output
+    python(*f"-m jaxbucket precompile {OPTIONS} {recipe}".split())
+    run = python(*command.split())
+    assert run.stdout.endswith("loaded loaded\n") and "Warning" not in run.stderr
 
 
 @pytest.mark.parametrize("file", [None, "0123456789abcdef.executable"])

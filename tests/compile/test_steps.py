@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import jaxbucket as jb
+from jaxbucket.compile.report import count_flops
 
 exhaustive = pytest.mark.exhaustive
 
@@ -214,15 +215,6 @@ def test_a_step_that_changes_modules_in_place_has_to_return_them(decorate):
     assert int(state[1].step[...]) == len(batches)
 
 
-def test_buckets_run_their_own_executable(compiled):
-    steps, _, mesh, batches = compiled
-    state = jb.sharding.replicate(np.float32(2), mesh)
-    for bucket, batch in batches.items():
-        want = 2 * np.asarray(batch.features["x"]).sum()
-        assert steps(state, batch) == want
-        assert steps[bucket](state, batch) == want
-
-
 def test_the_state_may_be_sharded_over_other_axes():
     source, plan, _ = small_setup(num_buckets=2)
     mesh = jax.make_mesh(
@@ -247,19 +239,16 @@ def test_the_state_may_be_sharded_over_other_axes():
     np.testing.assert_array_equal(state, np.arange(4) + len(plan))
 
 
-# A mapping
-
-
 def test_steps_are_a_mapping_from_bucket_to_executable(compiled):
-    steps, plan, _, _ = compiled
+    steps, plan, mesh, batches = compiled
     assert isinstance(steps, Mapping)
     assert list(steps) == list(plan.buckets)
     assert len(steps) == len(plan) == 3
-    for bucket in plan.buckets:
-        assert bucket in steps
-        assert isinstance(steps[bucket], jax.stages.Compiled)
-        assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
-    assert len({id(executable) for executable in steps.values()}) == 3
+    state = jb.sharding.replicate(np.float32(2), mesh)
+    for bucket, batch in batches.items():
+        assert bucket in steps and isinstance(steps[bucket], jax.stages.Compiled)
+        want = 2 * np.asarray(batch.features["x"]).sum()
+        assert steps(state, batch) == steps[bucket](state, batch) == want
     assert steps.get(jb.Bucket(1, 1)) is None
 
 
@@ -536,10 +525,6 @@ def test_operations_of_all_devices_are_counted_in_all_modes():
     assert flops == {"jit": 2 * forward, "shard_map": 2 * forward}
 
 
-def traced(fn, *args):
-    return jax.jit(fn).trace(*args).jaxpr
-
-
 MATRIX = jnp.ones((4, 4))
 PRODUCT = 2 * 4**3
 OPERATIONS = {
@@ -549,7 +534,6 @@ OPERATIONS = {
         lambda x: jax.vmap(lambda y: x @ y)(jnp.ones((3, 4, 4))),
         3 * PRODUCT,
     ),
-    "inside of jit": (lambda x: jax.jit(lambda y: y @ y)(x), PRODUCT),
     "nested loops": (
         lambda x: jax.lax.fori_loop(
             0, 3, lambda _, y: jax.lax.fori_loop(0, 5, lambda _, z: z @ x, y), x
@@ -571,12 +555,6 @@ OPERATIONS = {
         3 * PRODUCT,
     ),
     "custom derivatives": (lambda x: jax.nn.relu(x @ x), PRODUCT),
-    "a convolution": (
-        lambda x: jax.lax.conv(
-            jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2)), (1, 1), "VALID"
-        ),
-        2 * (2 * 5 * 7 * 7) * (3 * 2 * 2),
-    ),
     "a convolution in groups": (
         lambda x: jax.lax.conv_general_dilated(
             jnp.ones((2, 6, 8)),
@@ -592,10 +570,8 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_are_counted(name):
-    from jaxbucket.compile.report import count_flops
-
     fn, want = OPERATIONS[name]
-    assert count_flops(traced(fn, MATRIX)) == want
+    assert count_flops(jax.jit(fn).trace(MATRIX).jaxpr) == want
 
 
 def test_a_count_that_another_library_has_ended_is_reported():

@@ -108,7 +108,6 @@ ROW_1 = r"[^$]*row 1"
     [
         ([X] * 3, {}, "`rows`"),
         ([None], {}, "`like="),
-        ([], {}, "`like="),
         ([X, {"x": np.arange(5)}], {}, "`seq_len=4`" + ROW_1),
         ([X, {"x": np.arange(0)}], {}, "`sequences`" + ROW_1),
         ([X, {"y": np.arange(3)}], {}, "'y'.*'x'" + ROW_1),
@@ -131,8 +130,6 @@ ROW_1 = r"[^$]*row 1"
         ([X], {"max_segments": 2}, "`max_segments=2`"),
         ([[X, X]], {}, "`max_segments="),
         ([{"x": [1], "name": "ab"}], {}, "'name'"),
-        ([{"x": [1], "name": None}], {}, "'name'"),
-        ([{"x": [1], "name": b"ab"}], {}, "'name'"),
         ([{"x": [1], "name": np.datetime64("2000-01-01")}], {}, "'name'"),
     ],
 )

@@ -53,20 +53,15 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_load_the_same_batches_and_a_killed_worker_is_reported(tmp_path):
+def test_workers_load_the_same_batches_and_a_killed_worker_is_reported(
+    tmp_path, python
+):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     here = runpy.run_path(str(script))
     expected = [here["line"](step, batch) for step, batch in enumerate(here["job"](0))]
-    run = subprocess.run(
-        [sys.executable, script],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    run = python(script, status=3)
     lines = run.stdout.splitlines()
-    assert run.returncode == 3, run.stderr
     (number,) = map(int, re.findall(r"died before element (\d+)", run.stderr))
     # The batches before the failure are right, and a new run continues after them.
     assert lines == expected[:number] and 7 < number < len(expected)
