@@ -606,6 +606,7 @@ def test_a_step_with_the_names_of_another_library_is_checked():
         )
         return jnp.sum(nats, where=is_target) / jnp.sum(is_target)
 
+    @jax.jit
     def step_fn(params, batch):
         batch = convert_batch(batch, "huggingface")
         return params - 0.1 * jax.grad(loss_fn)(params, batch)
