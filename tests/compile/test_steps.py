@@ -1,7 +1,6 @@
 """Tests of `compile_steps`, which count XLA's compilations and Python's traces."""
 
 import collections
-import dataclasses
 import functools
 import io
 import json
@@ -419,27 +418,6 @@ def test_the_message_names_the_leaf_of_the_state_that_differs():
     ]:
         with pytest.raises(ValueError, match=rf"(?s)\[8, 4\] was compiled.*{message}"):
             steps(jb.sharding.replicate(state, ONE), batch)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["rate"]
-)
-@dataclasses.dataclass
-class WithConstant:
-    w: jax.Array
-    rate: float
-
-
-def test_the_message_names_the_constant_of_the_state_that_differs():
-    def step(state, batch):
-        return state, state.w * state.rate * batch.num_tokens.astype(jnp.float32)
-
-    state = jb.sharding.replicate(WithConstant(np.float32(2), 0.5), ONE)
-    steps = jb.compile_steps(step, state, small_specs())
-    batch = small_batch(SMALL.buckets[0])
-    assert steps(state, batch)[1] == 3
-    with pytest.raises(ValueError, match=r"(?s)WithConstant.*\(0.5,\).*\(0.25,\)"):
-        steps(dataclasses.replace(state, rate=0.25), batch)
 
 
 def test_the_message_says_how_to_evaluate_a_state_of_fine_tuning():

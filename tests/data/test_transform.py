@@ -129,37 +129,6 @@ def test_random_numbers_are_determined_by_epoch_and_index(job):
     assert_equal(source, make_source(lengths))
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
-    lengths, schedule = JOBS[job]()
-    options = {"num_epochs": 2, "transform": noisy, "sequences": SEQUENCES}
-    source = make_source(lengths)
-    whole = jb.batch_dataset(source, schedule, **options)
-    batches = list(whole)
-    for count in (1, 2, 4):
-        shards = [jb.data.RowShard((part,), count) for part in range(count)]
-        parts = [
-            jb.batch_dataset(source, schedule, shard=shard, **options)
-            for shard in shards
-        ]
-        for step in range(0, len(whole), 3):
-            every = [micro_batches_of(part[step]) for part in parts]
-            for want, *local in zip(
-                micro_batches_of(batches[step]), *every, strict=True
-            ):
-                for shard, batch in zip(shards, local, strict=True):
-                    rows = shard.rows(len(want.mask))
-                    assert_equal(
-                        batch, jax.tree.map(lambda x, rows=rows: x[rows], want)
-                    )
-    for step in range(len(whole)):
-        resumed = jb.batch_dataset(source, schedule, **options).resume(
-            whole.position(step)
-        )
-        for later in {step, len(whole) - 1}:
-            assert_equal(resumed[later - step], batches[later])
-
-
 def test_token_files_chunks_and_concatenations_apply_the_transform_per_example(
     tmp_path,
 ):
@@ -249,9 +218,10 @@ def test_repeated_examples_draw_new_numbers_each_time():
                 occurrences.append((step, int(example["index"])))
     assert len(set(occurrences)) < len(occurrences) == len(drawn)
     shard = jb.data.RowShard((1,), 2)
-    for local, want in zip(make(shard=shard)[3], whole[3], strict=True):
-        rows = shard.rows(len(want.mask))
-        assert_equal(local, jax.tree.map(lambda x, rows=rows: x[rows], want))
+    for step, batches in enumerate(make(shard=shard)):
+        for local, want in zip(batches, whole[step], strict=True):
+            rows = shard.rows(len(want.mask))
+            assert_equal(local, jax.tree.map(lambda x, rows=rows: x[rows], want))
 
 
 def test_a_continued_run_draws_new_numbers():

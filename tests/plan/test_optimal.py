@@ -270,7 +270,7 @@ def test_an_incomplete_search_is_no_worse_than_any_rule(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("huge", [1e9, 1e17, 1e30, 1e60])
+@pytest.mark.parametrize("huge", [1e9, 1e60])
 def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
     lengths = np.random.default_rng(0).integers(1, 200, 2000)
 
