@@ -132,6 +132,27 @@ def _compiled(block, is_causal):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_segments_are_independent_of_their_neighbors(is_causal):
+    ids = jnp.repeat(jnp.array([[1, 2, 3, 0]]), jnp.array([50, 90, 100, 20]), axis=1)
+    heads = random_heads(ids)
+    attend = functools.partial(jb.segment_attention, is_causal=is_causal)
+    in_segment = np.asarray(ids)[0] == 2
+
+    @jax.jit
+    def attend_to_segment(heads):
+        result, pullback = jax.vjp(lambda *x: attend(*x, ids), *heads)
+        gradients = pullback(jnp.where((ids == 2)[..., None, None], result, 0))
+        return [x[0, in_segment] for x in (result, *gradients)]
+
+    others = ~in_segment[None, :, None, None]
+    loud = tuple(jnp.where(others, 100 * x + 3, x) for x in heads)
+    for a, b in zip(attend_to_segment(heads), attend_to_segment(loud), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert np.abs(attend_to_segment(tuple(2 * x for x in heads))[0]).max() > 0
+
+
+@pytest.mark.exhaustive
 def test_blocks_of_keys_that_no_query_needs_are_skipped():
     # NaN spreads to every output that it is part of, even with a weight of 0.
     ids = jnp.repeat(jnp.array([[1, 2, 0]]), jnp.array([16, 16, 16]), axis=1)
