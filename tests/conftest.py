@@ -10,7 +10,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # These variables are set before jax is imported, because its backend reads them once.
 # Programs are compiled in one piece: with few cores, threads only wait for each other.
@@ -125,6 +125,27 @@ def launch_fixture(tmp_path: pathlib.Path) -> Callable[..., Launched]:
         return Launched(run.returncode, run.stdout, script)
 
     return launch
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Returns a function that runs Python with arguments, and checks how it ends."""
+
+    def run(
+        *arguments: object, status: int = 0, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            **options,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    return run
 
 
 # Files of real lengths, if present next to the repository.

@@ -119,13 +119,26 @@ for command in json.loads(sys.argv[1]):
 """
 
 
+# Files of a user's own.
+FILES = {
+    "data.jsonl": [{"input_ids": [7] * n, "text": "word " * n} for n in range(1, 200)],
+    "pairs.jsonl": [{"en": "a" * n, "de": "b" * (n + 9)} for n in range(20, 140)],
+}
+
+
 def run_commands(text: str, folder: pathlib.Path) -> list[str]:
-    """Runs the `jaxbucket` commands of a page; returns their names."""
+    """Runs the commands of a page; returns the names of those of `jaxbucket`."""
     text = "".join(blocks("console", text)).replace("\\\n", " ")
     lines = [line.removeprefix("$ ") for line in text.splitlines()]
     lines = [line.removeprefix("cd examples && ") for line in lines]
     commands = [x.split() for x in lines if x.startswith("jaxbucket ")]
-    (folder / "examples").mkdir(exist_ok=True)
+    (folder / "examples").mkdir()
+    files = {name: "\n".join(map(json.dumps, rows)) for name, rows in FILES.items()}
+    for line in lines:
+        if match := re.fullmatch("echo '(.+)' > (.+)", line):
+            files[match[2]] = match[1]
+    for name, content in files.items():
+        (folder / "examples" / name).write_text(content)
     run = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps(commands)],
         cwd=folder / "examples",
@@ -138,14 +151,24 @@ def run_commands(text: str, folder: pathlib.Path) -> list[str]:
     return [command[1] for command in commands]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("page", [README, PAGES["index"]])
-def test_the_first_commands_run_on_a_file_of_ones_own(page, tmp_path):
-    (tmp_path / "examples").mkdir()
-    file = tmp_path / "examples" / "data.jsonl"
-    rows = [{"input_ids": [7] * n, "text": "word " * n} for n in range(1, 200)]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    assert "compare" in run_commands(page, tmp_path)
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("decide/time_of_a_run", "plan plan simulate"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("README", "compare"),
+                ("index", "compare measure compare"),
+                ("decide/budget", "fit measure plan precompile plan"),
+                ("cookbook/translation", "measure plan report"),
+            )
+        ),
+    ],
+)
+def test_the_commands_of_a_page_run(tmp_path, page, names):
+    text = {**PAGES, "README": README}[page]
+    assert run_commands(text, tmp_path) == names.split()
 
 
 @pytest.mark.exhaustive
@@ -153,35 +176,6 @@ def test_the_commands_of_the_page_on_the_command_line_run(tmp_path):
     commands = run_commands(PAGES["reference/command_line"], tmp_path)
     assert {"measure", "compare", "plan", "report"} <= set(commands)
     assert (tmp_path / "examples" / "comparison.png").exists()
-
-
-@pytest.mark.exhaustive
-def test_the_commands_of_the_page_on_budgets_run(tmp_path):
-    times = '{"[64,64]":0.05,"[16,256]":0.06,"[8,1024]":0.15,"[8,64]":0.01}'
-    assert times in PAGES["decide/budget"]
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "times.json").write_text(times)
-    commands = run_commands(PAGES["decide/budget"], tmp_path)
-    assert commands == ["fit", "measure", "plan", "precompile", "plan"]
-
-
-def test_the_commands_of_the_page_on_the_time_of_a_run_run(tmp_path):
-    page = PAGES["decide/time_of_a_run"]
-    (histogram,) = re.findall(r"echo '(.+)' > histogram.json", page)
-    (tmp_path / "examples").mkdir()
-    (tmp_path / "examples" / "histogram.json").write_text(histogram)
-    commands = run_commands(page, tmp_path)
-    assert commands == ["plan", "plan", "simulate"]
-
-
-@pytest.mark.exhaustive
-def test_the_commands_of_the_page_on_translation_run(tmp_path):
-    pairs = [{"en": "a" * n, "de": "b" * (n + 9)} for n in range(20, 140)]
-    (tmp_path / "examples").mkdir()
-    file = tmp_path / "examples" / "pairs.jsonl"
-    file.write_text("\n".join(map(json.dumps, pairs)))
-    commands = run_commands(PAGES["cookbook/translation"], tmp_path)
-    assert commands == ["measure", "plan", "report"]
 
 
 def quick_start() -> str:

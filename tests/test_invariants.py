@@ -3,8 +3,6 @@
 import itertools
 import json
 import pathlib
-import subprocess
-import sys
 
 import grain
 import numpy as np
@@ -48,23 +46,16 @@ HALVES = np.split(LENGTHS, 2)
 PLAN = plan_buckets(
     LENGTHS, max_tokens=960, boundaries=[14, 27, 39], batch_size_multiple=24
 )
+SOURCE = [
+    {"tokens": i * 31 + np.arange(n, dtype=np.int32), "index": np.array(i)}
+    for i, n in enumerate(LENGTHS)
+]
 TESTS = pathlib.Path(__file__).parent
 
 
 def falls(epochs: float) -> float:
     """A pacing function that starts again every half epoch."""
     return LinearPacing(0.2, 0.4)(epochs % 0.5)
-
-
-class Source:
-    """Examples of the given lengths, each with its index."""
-
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        tokens = index * 31 + np.arange(LENGTHS[index], dtype=np.int32)
-        return {"tokens": tokens, "index": np.array(index)}
 
 
 def schedule_of(order, remainder, group) -> tuple[Schedule, int]:
@@ -115,7 +106,7 @@ def test_every_invariant_holds(case):
 
         def loader(host, start_step, num_hosts=num_hosts):
             shard = RowShard((host,), num_hosts)
-            return batch_dataset(Source(), schedule, shard=shard, start_step=start_step)
+            return batch_dataset(SOURCE, schedule, shard=shard, start_step=start_step)
 
         check_batches(
             loader,
@@ -143,64 +134,47 @@ def leaves(step: Batch | tuple[Batch, ...]) -> bytes:
 def three_epochs(case):
     """Returns the dataset of a case, for this process or for workers."""
     schedule, _ = schedule_of(*case)
-    return batch_dataset(Source(), schedule, num_epochs=3)
+    return batch_dataset(SOURCE, schedule, num_epochs=3)
 
 
-def digests(steps) -> list[str]:
-    """Returns one digest per case, given the concatenated steps of all cases."""
-    steps = iter(steps)
-    return [
-        digest(*(leaves(next(steps)) for _ in range(len(three_epochs(case)))))
+def loaded_digests(workers: int, threads: int) -> dict[str, str]:
+    """Returns a digest of the batches of each case, all loaded one after another."""
+    all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
+    steps = iter(load_in_workers(all_cases, workers, num_threads=threads))
+    return {
+        ids(case): digest(
+            *map(leaves, itertools.islice(steps, len(three_epochs(case))))
+        )
         for case in CASES
-    ]
+    }
 
 
 @pytest.fixture(scope="module")
-def expected_digests() -> list[str]:
-    return [digest(*map(leaves, three_epochs(case))) for case in CASES]
+def expected_digests() -> dict[str, str]:
+    return {ids(case): digest(*map(leaves, three_epochs(case))) for case in CASES}
 
 
-@pytest.mark.parametrize("threads", [8, pytest.param(0, marks=pytest.mark.exhaustive)])
-def test_threads_do_not_change_the_batches(expected_digests, threads):
-    all_cases = grain.MapDataset.concatenate([*map(three_epochs, CASES)])
-    result = digests(load_in_workers(all_cases, 0, num_threads=threads))
-    assert dict(zip(map(ids, CASES), result, strict=True)) == dict(
-        zip(map(ids, CASES), expected_digests, strict=True)
-    )
+def test_threads_do_not_change_the_batches(expected_digests):
+    assert loaded_digests(0, 8) == expected_digests
 
 
 SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(TESTS)!r})
-import grain
-import test_invariants as tests
-from jaxbucket.data import load_in_workers
+import test_invariants
 
 if __name__ == "__main__":
-    all_cases = grain.MapDataset.concatenate([*map(tests.three_epochs, tests.CASES)])
-    workers, threads = map(int, sys.argv[1:])
-    steps = load_in_workers(all_cases, workers, num_threads=threads)
-    print(json.dumps(tests.digests(steps)))
+    print(json.dumps(test_invariants.loaded_digests(2, 4)))
 """
 
 
-@pytest.mark.parametrize(("workers", "threads"), [(2, 4)])
 @pytest.mark.exhaustive
 def test_workers_and_threads_do_not_change_the_batches(
-    tmp_path, expected_digests, workers, threads
+    tmp_path, expected_digests, python
 ):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = subprocess.run(
-        [sys.executable, script, str(workers), str(threads)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    result = dict(zip(map(ids, CASES), json.loads(run.stdout), strict=True))
-    assert result == dict(zip(map(ids, CASES), expected_digests, strict=True))
+    assert json.loads(python(script).stdout) == expected_digests
 
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
@@ -243,8 +217,7 @@ def test_a_run_resumes_with_a_different_number_of_hosts(case):
     ):
         hosts = [
             batch_dataset(
-                Source(),
-                schedule,
+                *(SOURCE, schedule),
                 shard=RowShard((host,), num_hosts),
                 start_step=start,
                 num_steps=end,
@@ -261,7 +234,7 @@ def test_sampling_with_replacement_violates_only_one_invariant():
 
     def loader(host, start_step):
         shard = RowShard((host,), 3)
-        return batch_dataset(Source(), schedule, shard=shard, start_step=start_step)
+        return batch_dataset(SOURCE, schedule, shard=shard, start_step=start_step)
 
     with pytest.raises(AssertionError) as error:
         check_batches(
@@ -278,9 +251,8 @@ def test_sampling_with_replacement_violates_only_one_invariant():
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_token_file_has_the_same_batches(tmp_path, group):
     schedule, _ = schedule_of("shuffled", "cheapest", group)
-    source = [Source()[index] for index in range(len(LENGTHS))]
-    file = write_token_file(tmp_path / "file", source)
+    file = write_token_file(tmp_path / "file", SOURCE)
     for a, b in zip(
-        batch_dataset(file, schedule), batch_dataset(source, schedule), strict=True
+        batch_dataset(file, schedule), batch_dataset(SOURCE, schedule), strict=True
     ):
         assert leaves(a) == leaves(b)

@@ -5,7 +5,6 @@ import graphlib
 import importlib
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -211,22 +210,17 @@ print(*sorted(x for x in sys.modules if x.startswith("jaxbucket.")))
 """
 
 
-def test_importing_jaxbucket_loads_only_the_facades():
+def test_importing_jaxbucket_loads_only_the_facades(python):
     # No facade may be imported later, because the imports of other threads are lazy as
     # well while it is imported.
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
-    )
+    run = python("-c", IMPORT)
     facades = {module_name(x) for x in FACADES} - {"jaxbucket"}
     light = {"jaxbucket.base", "jaxbucket.base.lazy", "jaxbucket.base.version"}
     assert set(run.stdout.split()) == facades | light
 
 
-def test_planning_loads_no_heavy_library():
-    run = subprocess.run(
-        [sys.executable, "-c", PLANNING], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines()[-1] == "loaded: []"
+def test_planning_loads_no_heavy_library(python):
+    assert python("-c", PLANNING).stdout.splitlines()[-1] == "loaded: []"
 
 
 @pytest.mark.parametrize("facade", FACADES, ids=lambda path: path.parent.name)

@@ -26,22 +26,15 @@ PERMUTATIONS = [None, 0, 1, 2]
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
-class Examples:
-    """Examples of given lengths, computed from their index."""
-
-    def __init__(self, lengths: np.ndarray):
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        values = index + np.arange(self.lengths[index])
-        return {
-            "tokens": (values % 32_749).astype(np.int32),
-            "vectors": np.stack([values, -values], axis=1).astype(np.float32),
-            "label": np.int32(index),
+def examples_of(lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
+    return [
+        {
+            "tokens": i + np.arange(n, dtype=np.int32),
+            "vectors": np.outer(i + np.arange(n), [1, -1]).astype(np.float32),
+            "label": np.int32(i),
         }
+        for i, n in enumerate(lengths)
+    ]
 
 
 def random_lengths(seed: int, size: int = 200) -> np.ndarray:
@@ -92,7 +85,7 @@ def assert_rows_match_jax(source, schedule, mesh, axes, hosts, steps):
 
 def local_batches(plan: jb.BucketPlan, lengths: np.ndarray, num_steps: int):
     schedule = jb.BatchSchedule(plan, lengths)
-    return jb.batch_dataset(Examples(lengths), schedule, num_steps=num_steps)
+    return jb.batch_dataset(examples_of(lengths), schedule, num_steps=num_steps)
 
 
 def eight_row_plan(lengths: np.ndarray) -> jb.BucketPlan:
@@ -133,19 +126,6 @@ def test_parts_are_counted_over_the_batch_axes_only(layout):
     assert shard.axes == names
 
 
-def test_hosts_across_a_model_axis_need_the_same_rows():
-    mesh, axes = make_mesh("1x8-model")
-    shards = {rows_of_devices(mesh, host, axes) for host in make_hosts(4)}
-    assert shards == {jb.data.RowShard((0,), 1, ("data",))}
-
-
-def test_a_host_with_interleaved_devices_has_scattered_rows():
-    devices = jax.devices()[:8]
-    mesh = jb.data_mesh(devices[::2] + devices[1::2])
-    shard = rows_of_devices(mesh, devices[:4], "data")
-    assert shard.parts == (0, 1, 4, 5)
-
-
 @pytest.mark.parametrize(
     ("layout", "permutation", "num_hosts"),
     [
@@ -169,17 +149,16 @@ def test_rows_of_simulated_hosts_match_the_assignment_of_jax(
     # The last steps of an epoch, which may have empty rows, and two steps of the next.
     steps = range(len(schedule) - 3, len(schedule) + 2)
     assert_rows_match_jax(
-        Examples(lengths), schedule, mesh, axes, make_hosts(num_hosts), steps
+        examples_of(lengths), schedule, mesh, axes, make_hosts(num_hosts), steps
     )
 
 
 # prefetch_to_mesh
 
 
-@pytest.mark.parametrize("permutation", [pytest.param(None, marks=EXHAUSTIVE), 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_global_arrays_equal_the_numpy_batch(layout, permutation):
-    mesh, axes = make_mesh(layout, permutation)
+def test_global_arrays_equal_the_numpy_batch(layout):
+    mesh, axes = make_mesh(layout, permutation=0)
     lengths = random_lengths(5)
     batches = list(local_batches(eight_row_plan(lengths), lengths, 6))
     on_mesh = list(jb.sharding.prefetch_to_mesh(batches, mesh, batch_axes=axes))
@@ -273,22 +252,13 @@ def test_replicate_puts_a_full_copy_on_every_device():
 # batch_specs
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(
-            pytest.param(name, marks=EXHAUSTIVE)
-            for name in LAYOUTS
-            if name != "2x2x2-swapped"
-        ),
-        "2x2x2-swapped",
-    ],
-)
-def test_specs_match_real_batches(layout):
-    mesh, axes = make_mesh(layout, permutation=2)
+def test_specs_match_real_batches():
+    mesh, axes = make_mesh("2x2x2-swapped", permutation=2)
     lengths = random_lengths(8)
     plan = eight_row_plan(lengths)
-    specs = jb.sharding.batch_specs(plan, Examples(lengths)[0], mesh, batch_axes=axes)
+    specs = jb.sharding.batch_specs(
+        plan, examples_of(lengths)[0], mesh, batch_axes=axes
+    )
     assert list(specs) == list(plan.buckets)
     batches = local_batches(plan, lengths, 12)
     seen = set()
@@ -349,6 +319,11 @@ def first_of(batches, mesh, **options):
     return next(jb.sharding.prefetch_to_mesh(batches, mesh, **options))
 
 
+def cut_rows(batch_size, seq_len, max_row_shards=8):
+    mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=max_row_shards)
+    return batch_sharding(mesh, bucket=jb.Bucket(batch_size, seq_len))
+
+
 MESH = jb.data_mesh()
 
 
@@ -373,7 +348,7 @@ MESH = jb.data_mesh()
         ),
         (
             lambda: jb.batch_dataset(
-                Examples(np.full(6, 4)),
+                examples_of(np.full(6, 4)),
                 jb.BatchSchedule(PLAN, np.full(6, 4)),
                 shard=jb.sharding.local_rows(MESH),
             ),
@@ -385,6 +360,16 @@ MESH = jb.data_mesh()
             ),
             "jb.sharding.local_rows",
         ),
+        (lambda: jb.data_mesh(jax.devices()[:8], max_row_shards=3), "max_row_shards"),
+        (lambda: jb.data_mesh(jax.devices()[:8], max_row_shards=0), "max_row_shards"),
+        (
+            lambda: batch_sharding(MESH, PartitionSpec("data", "row1", "row2")),
+            "batch_axes",
+        ),
+        (lambda: cut_rows(6, 9), "seq_len_multiple"),
+        (lambda: cut_rows(1, 4), "seq_len_multiple"),
+        (lambda: cut_rows(1, 8, max_row_shards=4), "data_mesh(max_row_shards="),
+        (lambda: cut_rows(4, 4, max_row_shards=1), "batch_size_multiple"),
     ],
 )
 def test_invalid_arguments_are_refused(call, name):
@@ -475,9 +460,9 @@ def test_a_host_loads_the_whole_rows_of_which_its_devices_hold_a_part(
 def test_batches_of_cut_rows_have_the_values_of_whole_rows():
     mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=4)
     assert dict(mesh.shape) == {"data": 2, "row1": 2, "row2": 2}
-    source = Examples(np.array([24, 21, 17, 24]))
-    plan = jb.BucketPlan.from_shapes([(2, 24)])
-    schedule = jb.BatchSchedule(plan, source.lengths)
+    lengths = np.array([24, 21, 17, 24])
+    source, plan = examples_of(lengths), jb.BucketPlan.from_shapes([(2, 24)])
+    schedule = jb.BatchSchedule(plan, lengths)
     loader = jb.MeshLoader(source, schedule, mesh, sequences=["tokens", "vectors"])
     local = jb.batch_dataset(source, schedule, sequences=["tokens", "vectors"])
     for batch, expected in zip(loader, local, strict=True):
@@ -505,31 +490,3 @@ def test_axes_of_rows_may_have_any_names():
     assert (shard.num_parts, shard.cuts) == (4, (1, 2))
     spec = batch_sharding(mesh, axes, bucket=jb.Bucket(2, 8)).spec
     assert spec == PartitionSpec("replica", "seq")
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda: jb.data_mesh(jax.devices()[:8], max_row_shards=3), "max_row_shards"),
-        (lambda: jb.data_mesh(jax.devices()[:8], max_row_shards=0), "max_row_shards"),
-        (lambda: cut_rows(6, 9), "seq_len_multiple"),
-        (lambda: cut_rows(1, 8, max_row_shards=4), "data_mesh(max_row_shards="),
-        (
-            lambda: batch_sharding(
-                jb.data_mesh(jax.devices()[:8], max_row_shards=4),
-                PartitionSpec("data", "row1", "row2"),
-            ),
-            "batch_axes",
-        ),
-        (lambda: cut_rows(1, 4), "seq_len_multiple"),
-        (lambda: cut_rows(4, 4, max_row_shards=1), "batch_size_multiple"),
-    ],
-)
-def test_refusals_of_cut_rows(call, name):
-    with pytest.raises(ValueError, match=f"`{re.escape(name)}"):
-        call()
-
-
-def cut_rows(batch_size, seq_len, max_row_shards=8):
-    mesh = jb.data_mesh(jax.devices()[:8], max_row_shards=max_row_shards)
-    return batch_sharding(mesh, bucket=jb.Bucket(batch_size, seq_len))

@@ -66,31 +66,6 @@ def test_rows_that_are_left_padded_are_unchanged():
         jax.tree.map(np.testing.assert_array_equal, again(left), left)
 
 
-def test_outputs_that_are_moved_back_are_predicted():
-    source = [{"x": np.array(row, np.int32)} for row in ROWS if row]
-    lengths = jb.measure_lengths(source, progress=False)
-    plan = jb.plan_buckets(lengths, max_tokens=8, num_buckets=2)
-    mesh = jb.data_mesh(jax.devices()[:1])
-
-    def predict_fn(params, batch):
-        left = moved_left(batch, "x")
-        outputs = {"y": 2 * left.features["x"]}
-        outputs["scores"] = jnp.tile(jnp.arange(5), (len(left.features["x"]), 1))
-        left = left._replace(features=outputs)
-        return jb.attention.right_padded(left, sequences="y").features
-
-    outputs = jb.predict(
-        jb.make_predict_step(predict_fn, mesh),
-        jb.create_state({"w": np.float32(1)}, mesh=mesh),
-        jb.MeshLoader(source, jb.BatchSchedule(plan, lengths), mesh),
-        sequences="y",
-    )
-    assert [x["y"].tolist() for x in outputs] == [
-        [2 * i for i in row] for row in ROWS if row
-    ]
-    assert all(x["scores"].tolist() == [0, 1, 2, 3, 4] for x in outputs)
-
-
 @pytest.mark.parametrize("names", [[], [""], ["z"], ["x", "label"], ["pooled"], [3]])
 def test_names_must_be_those_of_sequences(names):
     batch = make_batch()

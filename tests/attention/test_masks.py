@@ -104,17 +104,6 @@ def test_next_tokens_are_the_same_inside_of_jit(begin):
             np.testing.assert_array_equal(a, b)
 
 
-def test_next_tokens_never_cross_examples():
-    rows = [[{"x": [7, 3, 9]}, {"x": [5]}, {"x": [2, 4]}]]
-    batch = jb.data.collate_rows(rows, jb.Bucket(1, 8), max_segments=3)
-    result = jb.next_tokens(batch)
-    assert result.targets.tolist() == [[3, 9, 0, 0, 4, 0, 0, 0]]
-    assert result.weights.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    result = jb.next_tokens(batch, bos_token=0)
-    assert result.inputs.tolist() == [[0, 7, 3, 0, 0, 2, 0, 0]]
-    assert result.targets.tolist() == [[7, 3, 9, 5, 2, 4, 0, 0]]
-
-
 def test_next_tokens_of_several_sequences():
     example = {"inputs": [7, 3, 5], "targets": [9, 8], "kind": [1, 2], "w": [1.0, 2.0]}
     batch = jb.data.collate_rows(

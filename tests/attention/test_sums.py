@@ -59,30 +59,6 @@ def test_packed_rows_have_the_sums_and_dtypes_of_padded_rows(dtype, number, shap
     assert not sums[:, 2].any()
 
 
-def test_one_function_predicts_from_padded_and_packed_rows():
-    source, mesh = examples(), jb.data_mesh(jax.devices()[:1])
-    lengths = jb.measure_lengths(source, progress=False)
-    packing = jb.packing.pack(lengths, 4)
-    packed_plan = jb.plan_buckets(
-        packing.row_lengths, max_tokens=8, boundaries=packing.seq_lens
-    )
-    state = jb.create_state({"w": np.float32(1)}, mesh=mesh)
-    for schedule in (
-        jb.BatchSchedule(jb.plan_buckets(lengths, max_tokens=8), lengths),
-        jb.BatchSchedule(packed_plan, lengths, packing=packing),
-    ):
-
-        def predict_fn(params, batch, schedule=schedule):
-            x = batch.features["x"]
-            return {"sum": example_sums(x, batch, schedule.max_segments)}
-
-        step = jb.make_predict_step(predict_fn, mesh)
-        outputs = jb.predict(
-            step, state, jb.MeshLoader(source, schedule, mesh), sequences=[]
-        )
-        assert [x["sum"] for x in outputs] == [7, 8, 48, 64]
-
-
 def test_every_token_needs_a_number():
     batch = jb.data.collate_rows(examples(), jb.Bucket(4, 4))
     with pytest.raises(ValueError, match="`x`"):

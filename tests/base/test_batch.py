@@ -4,18 +4,6 @@ import pytest
 
 from jaxbucket import Batch, Bucket
 from jaxbucket.data import RowShard
-from jaxbucket.schedule import BatchIndices
-
-# BatchIndices and RowShard
-
-
-def test_empty_rows_do_not_count_as_examples():
-    assert BatchIndices(Bucket(4, 8), np.array([5, -1, 0, -1])).num_examples == 2
-
-
-def test_a_shard_returns_the_rows_of_its_parts():
-    np.testing.assert_array_equal(RowShard((0, 2), 3).rows(6), [0, 1, 4, 5])
-    np.testing.assert_array_equal(RowShard().rows(3), [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -28,14 +16,6 @@ def test_a_shard_returns_the_rows_of_its_parts():
 def test_an_invalid_shard_is_refused(options, name):
     with pytest.raises(ValueError, match=f"`{name}"):
         RowShard(**{"num_parts": 3, **options})
-
-
-def test_a_batch_size_that_the_parts_do_not_divide_is_refused():
-    with pytest.raises(ValueError, match="`batch_size=12`"):
-        RowShard((0,), 8, ("data",)).rows(12)
-
-
-# Batch
 
 
 def packed() -> Batch:

@@ -43,26 +43,6 @@ def test_images_in_a_huge_set_are_distinct_and_in_range():
     assert len(np.unique(out)) == len(np.unique(index))
 
 
-@pytest.mark.parametrize("size", [3, 10, 1025])
-def test_images_are_uniform_over_keys(size):
-    keys, places = 6000, min(size, 15)
-    first = np.array([permute(np.arange(2), size, key) for key in range(keys)])
-    for column in first.T:
-        counts = np.bincount(column * places // size, minlength=places)
-        expected = np.bincount(np.arange(size) * places // size) * keys / size
-        chi2 = ((counts - expected) ** 2 / expected).sum()
-        # chi2 has mean places - 1 and variance 2 * (places - 1). The limit is six
-        # standard deviations above the mean.
-        assert chi2 < places - 1 + 6 * np.sqrt(2 * (places - 1))
-
-
-@pytest.mark.parametrize("size", [900, 5000])
-def test_consecutive_keys_give_uncorrelated_permutations(size):
-    tables = [whole(size, key).astype(float) for key in range(8)]
-    correlations = np.corrcoef(tables)[np.triu_indices(8, 1)]
-    assert np.abs(correlations).max() < 6 / np.sqrt(size)
-
-
 def test_fold_depends_on_all_numbers_and_their_order():
     keys = [fold(), fold(0), fold(0, 0), fold(0, 1), fold(1, 0), fold(2**63), fold(1)]
     assert len(set(keys)) == len(keys)

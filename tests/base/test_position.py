@@ -32,12 +32,6 @@ def cost_per_step(cost):
     return lambda batch_size, seq_len: batch_size * seq_len + cost
 
 
-def test_from_dict_inverts_to_dict_through_json():
-    position = dataset().position(7)
-    text = json.dumps(position.to_dict())
-    assert DataPosition.from_dict(json.loads(text)) == position
-
-
 CHANGES = {
     "seed": ({"seed": 3}, "schedule seed 0 -> 3"),
     "order": ({"order": "source"}, "schedule order shuffled -> source"),

@@ -33,6 +33,17 @@ BUDGET = ("--max-tokens", 4096)
 OPTIONS = (*BUDGET, "--num-buckets", 4, "--seq-len-multiple", 32)
 PLAN = plan_buckets(LENGTHS, max_tokens=4096, num_buckets=4, seq_len_multiple=32)
 COLUMNS = ("--column", "en", "--column", "de")
+AUTO = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
+MACHINES = ("--num-hosts", 4, "--skew", 0.1, "--hours-between-faults", 0.2)
+# Commands that print tables and draw plots.
+TABLES = (
+    ("measure", "pairs.npz", *COLUMNS),
+    ("plan", "lengths.npy", *BUDGET, *AUTO),
+    ("plan", "pairs.npz", *COLUMNS, *BUDGET),
+    ("compare", "lengths.npy", *OPTIONS),
+    ("report", "plan.json", "lengths.npy", "--tokens-per-device", 64),
+    ("simulate", "lengths.npy", "plan.json", "--per-second", 1e4, *MACHINES),
+)
 MODULE = """
 import numpy as np
 
@@ -145,8 +156,7 @@ def test_costs_may_be_functions_or_measured():
 
 
 def test_num_buckets_auto_is_that_of_the_curve():
-    auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--num-epochs", 3)
-    words = ("plan", "lengths.npy", *BUDGET, *auto, "--per-second", 1e4)
+    words = ("plan", "lengths.npy", *BUDGET, *AUTO, "--num-epochs", 3)
     limits = Limits(max_tokens=4096, cost_fn=jb.plan.TokenCost(1e4))
     curve = plan_curve(LENGTHS, limits, compile_seconds=1, num_epochs=3)
     assert numbers(*words)["curve"] == curve.to_dict()
@@ -214,8 +224,7 @@ def test_the_keys_of_the_json_are_documented():
     page = (docs / "reference" / "command_line.md").read_text()
     _, _, section = page.partition("## JSON")
     documented = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
-    auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
-    with_curve = numbers("plan", "lengths.npy", *BUDGET, *auto)
+    with_curve = numbers("plan", "lengths.npy", *BUDGET, *AUTO)
     packed = numbers("plan", "lengths.npy", *OPTIONS, "--pack", "auto")
     compared = numbers("compare", "lengths.npy", *OPTIONS)
     keys = with_curve.keys() | packed.keys() | compared.keys()
@@ -232,8 +241,6 @@ def test_the_keys_of_the_json_are_documented():
 
 
 # Simulating
-
-MACHINES = ("--num-hosts", 4, "--skew", 0.1, "--hours-between-faults", 0.2)
 
 
 def test_simulate_has_the_numbers_of_the_library(files):
@@ -362,9 +369,7 @@ def test_commands_read_standard_input(command):
         assert read_by(command, *words, given=data) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("4k", 4096), ("4K", 4096), ("1M", 2**20), ("4096", 4096)]
-)
+@pytest.mark.parametrize(("text", "value"), [("4k", 4096), ("4K", 4096), ("1M", 2**20)])
 def test_a_k_is_1024(text, value):
     words = ("plan", "lengths.npy", "--max-tokens")
     assert numbers(*words, text) == numbers(*words, value)
@@ -381,16 +386,7 @@ def test_a_k_is_1024(text, value):
 
 
 def test_plots_are_drawn():
-    auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
-    for command in (
-        ("measure", "lengths.npy"),
-        ("measure", "pairs.npz", *COLUMNS),
-        ("plan", "lengths.npy", *BUDGET, *auto),
-        ("plan", "pairs.npz", *COLUMNS, *BUDGET),
-        ("compare", "lengths.npy", *OPTIONS),
-        ("report", "plan.json", "lengths.npy"),
-        ("simulate", "lengths.npy", "plan.json", "--per-second", 1e4, *MACHINES),
-    ):
+    for command in (("measure", "lengths.npy"), *TABLES):
         run(*command, "--plot", "plot.png")
         assert pathlib.Path("plot.png").stat().st_size > 5000
         pathlib.Path("plot.png").unlink()
@@ -402,22 +398,13 @@ def test_no_number_is_cut_off_in_a_narrow_terminal(monkeypatch):
     assert "bytes" in run("plan", "lengths.npy", *OPTIONS, "--unit", "bytes")
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_text_fits_the_terminal_and_explanations_come_once(columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    auto = ("--num-buckets", "auto", "--compile-seconds", 1, "--per-second", 1e4)
-    for command in (
-        ("measure", "pairs.npz", *COLUMNS),
-        ("plan", "lengths.npy", *OPTIONS, "--pack", "auto"),
-        ("plan", "lengths.npy", *BUDGET, *auto),
-        ("plan", "pairs.npz", *COLUMNS, *BUDGET),
-        ("compare", "lengths.npy", *OPTIONS),
-        ("report", "plan.json", "lengths.npy", "--tokens-per-device", 64),
-        ("simulate", "lengths.npy", "plan.json", "--per-second", 1e4, *MACHINES),
-    ):
+def test_text_fits_the_terminal_and_explanations_come_once(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    packed = ("plan", "lengths.npy", *OPTIONS, "--pack", "auto")
+    for command in (*TABLES, packed):
         output = run(*command)
         explained = [x for x in output.splitlines() if re.search(r"[a-z][.,] [A-Z]", x)]
-        assert all(len(line) <= columns for line in explained)
+        assert all(len(line) <= 60 for line in explained)
         # A table may be wider than 60 characters.
         assert all(len(line) <= 80 for line in output.splitlines())
         words = " ".join(output.split())
@@ -442,38 +429,25 @@ def test_every_explanation_of_programs_comes_once(capsys, monkeypatch):
     assert "Collectives that" not in capsys.readouterr().out
 
 
-def test_the_command_runs_as_a_script_without_jax():
+def test_the_command_runs_as_a_script_without_jax(python):
     code = (
-        "import sys; from jaxbucket.cli import main\n"
-        "try: main()\n"
+        "import runpy, sys\n"
+        "try: runpy.run_module('jaxbucket', run_name='__main__', alter_sys=True)\n"
         "finally: assert not {'jax', 'grain', 'flax'} & set(sys.modules)"
     )
-    words = ["plan", "lengths.npy", *map(str, OPTIONS)]
-    for command in (["-m", "jaxbucket"], ["-c", code]):
-        done = subprocess.run(
-            [sys.executable, *command, *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "FORCE_COLOR": "1"},
-        )
-        assert done.returncode == 0 and "steps per epoch" in done.stdout, done.stderr
-        # No progress bar outside of a terminal.
-        assert done.stderr == ""
+    env = {**os.environ, "FORCE_COLOR": "1"}
+    done = python("-c", code, "plan", "lengths.npy", *OPTIONS, env=env)
+    assert "steps per epoch" in done.stdout
+    # No progress bar outside of a terminal.
+    assert done.stderr == ""
 
 
 def test_a_closed_pipe_ends_a_command_silently():
     read, write = os.pipe()
     os.close(read)
+    program = [sys.executable, "-m", "jaxbucket"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "jaxbucket",
-            "compare",
-            "lengths.npy",
-            *map(str, BUDGET),
-        ],
+        [*program, "compare", "lengths.npy", *map(str, BUDGET)],
         stdout=write,
         stderr=subprocess.PIPE,
         check=False,
@@ -513,8 +487,6 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
     [
         ("plan lengths.npy --max-tokens 0", "max_tokens"),
         ("plan lengths.npy --max-tokens 48,000", "max_tokens"),
-        ("plan lengths.npy --max-tokens 400", "max_tokens"),
-        ("plan lengths.npy --max-tokens k", "max_tokens"),
         ("plan lengths.npy --max-tokens 1.5k", "max_tokens"),
         ("plan lengths.npy --max-tokens FUNCTIONS:x", "FUNCTIONS:x"),
         ("plan lengths.npy --max-tokens FUNCTIONS:not_a_function", "int"),
@@ -532,8 +504,6 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("plan lengths.npy --max-tokens 999 --plot plot.xyz", "plot"),
         ("plan lengths.csv --max-tokens 999", "column"),
         ("plan lengths.csv --column text --max-tokens 999", "unit"),
-        ("plan pairs.npz --column fr --max-tokens 999", "'fr'"),
-        ("plan pairs.npz --column en --column en --max-tokens 999", "column"),
         ("plan plan.json --max-tokens 999", "plan.json"),
         ("plan negative.json --max-tokens 999", "'-3'"),
         ("plan fraction.json --max-tokens 999", "7.5"),

@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -63,34 +61,6 @@ def raising(plan, kind="KeyError"):
 
 def of_another_plan(plan):
     return recipe(jb.BucketPlan.from_shapes([(8, 4), (4, 9)]))
-
-
-def start(folder, dtype=np.float32):
-    """Runs the job; returns the number of programs that XLA compiled for it."""
-    step, _, specs = recipe(PLAN, np.dtype(dtype).name)
-    state = jb.sharding.replicate({"w": dtype(2)}, MESH)
-    jax.clear_caches()
-    with jb.compile.count_compiles() as compiles:
-        steps = jb.compile_steps(step, state, specs, executables=folder)
-        batch = jb.data.collate_rows([{"x": np.ones(3, dtype)}], PLAN.buckets[0])
-        (batch,) = jb.sharding.prefetch_to_mesh([batch], MESH)
-        assert steps(state, batch)[1] == 6
-    return compiles["my_step"]
-
-
-@pytest.mark.exhaustive
-def test_the_job_loads_precompiled_programs(tmp_path):
-    jax.clear_caches()
-    report, failures = precompile(recipe, PLAN, executables=tmp_path)
-    assert [p.label for p in report.programs] == ["[2, 16]", "[4, 8]", "[8, 4]"]
-    assert {p.source for p in report.programs} == {"compiled"}
-    assert not failures
-    assert start(tmp_path) == 0
-    again, _ = precompile(recipe, PLAN, executables=tmp_path)
-    assert {p.source for p in again.programs} == {"loaded"}
-    # Arguments are passed on, and result in a different program.
-    precompile(recipe, PLAN, "float64", executables=tmp_path)
-    assert start(tmp_path) == 0
 
 
 def test_the_other_buckets_are_compiled_if_one_fails(tmp_path):
@@ -226,7 +196,7 @@ def test_a_file_that_is_not_a_plan_is_refused(plan):
 
 
 @pytest.mark.exhaustive
-def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
+def test_a_training_job_loads_what_precompile_has_compiled(tmp_path, python):
     """From a file of lengths to a training job that compiles nothing."""
     lines = "".join(
         json.dumps({"text": f"document {n} " + "x" * (n % 90)}) + "\n"
@@ -240,30 +210,20 @@ def test_a_training_job_loads_what_precompile_has_compiled(tmp_path):
         *("--steps", 6, "--width", 16, "--layers", 1, "--max-len", 128),
         *("--max-tokens", 512, "--devices", 2),
     )
-    arguments = tuple(map(str, arguments))
-    script = [
-        *(sys.executable, ROOT / "scripts" / "precompile_shapes.py"),
-        *("--recipe", "training:steps", "--plan", tmp_path / "plan.json"),
-        *("--cache", tmp_path / "cache", "--json", "--", *arguments),
-    ]
-    run = subprocess.run(
-        script, cwd=END_TO_END, capture_output=True, text=True, check=False
+    run = python(
+        *(ROOT / "scripts" / "precompile_shapes.py", "--recipe", "training:steps"),
+        *("--plan", tmp_path / "plan.json", "--cache", tmp_path / "cache", "--json"),
+        *("--", *arguments),
+        cwd=END_TO_END,
     )
-    assert run.returncode == 0, run.stderr
     programs = json.loads(run.stdout)["programs"]
     assert sorted(p["name"] for p in programs) == ["eval_step"] * 3 + ["train_step"] * 3
     assert all(p["temporary_bytes"] > 0 for p in programs)
     out = tmp_path / "out.json"
-    run = subprocess.run(
-        [
-            *(sys.executable, END_TO_END / "run.py", *arguments),
-            *("--executables", tmp_path / "cache", "--json", out),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    python(
+        *(END_TO_END / "run.py", *arguments),
+        *("--executables", tmp_path / "cache", "--json", out),
     )
-    assert run.returncode == 0, run.stderr
     for name in ("train_step", "eval_step"):
         compiled = json.loads(out.read_text())["compile"][name]
         assert (compiled["ahead"], compiled["later"]) == (0, 0)
@@ -365,28 +325,21 @@ def test_processes_precompile_for_as_many_processes(launch, project, monkeypatch
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("path", "command", "recipe", "job_is_first"),
+    ("path", "command", "recipe"),
     [
-        ("train.py", "train.py", "train:steps", False),
-        ("train.py", "train.py", "train:steps", True),
-        ("train.py", "-m train", "train:steps", False),
-        ("package/train.py", "-m package.train", "package.train:steps", False),
-        ("package/train.py", "package/train.py", "package.train:steps", False),
+        ("train.py", "train.py", "train:steps"),
+        ("train.py", "-m train", "train:steps"),
+        ("package/train.py", "-m package.train", "package.train:steps"),
+        ("package/train.py", "package/train.py", "package.train:steps"),
     ],
 )
-def test_classes_of_the_script_are_found(project, path, command, recipe, job_is_first):
+def test_classes_of_the_script_are_found(project, python, path, command, recipe):
     (project / "package").mkdir()
     (project / path).write_text(SCRIPT + RUN)
 
-    def start(command):
-        command = [sys.executable, *command.split()]
-        return subprocess.check_output(command, stderr=subprocess.STDOUT, text=True)
-
-    if job_is_first:
-        assert "compiled compiled\n" in start(command)
-    start(f"-m jaxbucket precompile {OPTIONS} {recipe}")
-    output = start(command)
-    assert "loaded loaded\n" in output and "Warning" not in output
+    python(*f"-m jaxbucket precompile {OPTIONS} {recipe}".split())
+    run = python(*command.split())
+    assert run.stdout.endswith("loaded loaded\n") and "Warning" not in run.stderr
 
 
 @pytest.mark.parametrize("file", [None, "0123456789abcdef.executable"])

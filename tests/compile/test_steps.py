@@ -1,7 +1,6 @@
 """Tests of `compile_steps`, which count XLA's compilations and Python's traces."""
 
 import collections
-import dataclasses
 import functools
 import io
 import json
@@ -18,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 import jaxbucket as jb
+from jaxbucket.compile.report import count_flops
 
 exhaustive = pytest.mark.exhaustive
 
@@ -214,15 +214,6 @@ def test_a_step_that_changes_modules_in_place_has_to_return_them(decorate):
     assert int(state[1].step[...]) == len(batches)
 
 
-def test_buckets_run_their_own_executable(compiled):
-    steps, _, mesh, batches = compiled
-    state = jb.sharding.replicate(np.float32(2), mesh)
-    for bucket, batch in batches.items():
-        want = 2 * np.asarray(batch.features["x"]).sum()
-        assert steps(state, batch) == want
-        assert steps[bucket](state, batch) == want
-
-
 def test_the_state_may_be_sharded_over_other_axes():
     source, plan, _ = small_setup(num_buckets=2)
     mesh = jax.make_mesh(
@@ -247,19 +238,16 @@ def test_the_state_may_be_sharded_over_other_axes():
     np.testing.assert_array_equal(state, np.arange(4) + len(plan))
 
 
-# A mapping
-
-
 def test_steps_are_a_mapping_from_bucket_to_executable(compiled):
-    steps, plan, _, _ = compiled
+    steps, plan, mesh, batches = compiled
     assert isinstance(steps, Mapping)
     assert list(steps) == list(plan.buckets)
     assert len(steps) == len(plan) == 3
-    for bucket in plan.buckets:
-        assert bucket in steps
-        assert isinstance(steps[bucket], jax.stages.Compiled)
-        assert steps[bucket].memory_analysis().argument_size_in_bytes > 0
-    assert len({id(executable) for executable in steps.values()}) == 3
+    state = jb.sharding.replicate(np.float32(2), mesh)
+    for bucket, batch in batches.items():
+        assert bucket in steps and isinstance(steps[bucket], jax.stages.Compiled)
+        want = 2 * np.asarray(batch.features["x"]).sum()
+        assert steps(state, batch) == steps[bucket](state, batch) == want
     assert steps.get(jb.Bucket(1, 1)) is None
 
 
@@ -432,27 +420,6 @@ def test_the_message_names_the_leaf_of_the_state_that_differs():
             steps(jb.sharding.replicate(state, ONE), batch)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["rate"]
-)
-@dataclasses.dataclass
-class WithConstant:
-    w: jax.Array
-    rate: float
-
-
-def test_the_message_names_the_constant_of_the_state_that_differs():
-    def step(state, batch):
-        return state, state.w * state.rate * batch.num_tokens.astype(jnp.float32)
-
-    state = jb.sharding.replicate(WithConstant(np.float32(2), 0.5), ONE)
-    steps = jb.compile_steps(step, state, small_specs())
-    batch = small_batch(SMALL.buckets[0])
-    assert steps(state, batch)[1] == 3
-    with pytest.raises(ValueError, match=r"(?s)WithConstant.*\(0.5,\).*\(0.25,\)"):
-        steps(dataclasses.replace(state, rate=0.25), batch)
-
-
 def test_the_message_says_how_to_evaluate_a_state_of_fine_tuning():
     def loss_fn(params, batch, keys):
         total = jnp.sum(batch.features["x"] * params["w"], where=batch.mask)
@@ -536,10 +503,6 @@ def test_operations_of_all_devices_are_counted_in_all_modes():
     assert flops == {"jit": 2 * forward, "shard_map": 2 * forward}
 
 
-def traced(fn, *args):
-    return jax.jit(fn).trace(*args).jaxpr
-
-
 MATRIX = jnp.ones((4, 4))
 PRODUCT = 2 * 4**3
 OPERATIONS = {
@@ -549,7 +512,6 @@ OPERATIONS = {
         lambda x: jax.vmap(lambda y: x @ y)(jnp.ones((3, 4, 4))),
         3 * PRODUCT,
     ),
-    "inside of jit": (lambda x: jax.jit(lambda y: y @ y)(x), PRODUCT),
     "nested loops": (
         lambda x: jax.lax.fori_loop(
             0, 3, lambda _, y: jax.lax.fori_loop(0, 5, lambda _, z: z @ x, y), x
@@ -571,12 +533,6 @@ OPERATIONS = {
         3 * PRODUCT,
     ),
     "custom derivatives": (lambda x: jax.nn.relu(x @ x), PRODUCT),
-    "a convolution": (
-        lambda x: jax.lax.conv(
-            jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2)), (1, 1), "VALID"
-        ),
-        2 * (2 * 5 * 7 * 7) * (3 * 2 * 2),
-    ),
     "a convolution in groups": (
         lambda x: jax.lax.conv_general_dilated(
             jnp.ones((2, 6, 8)),
@@ -592,10 +548,8 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_are_counted(name):
-    from jaxbucket.compile.report import count_flops
-
     fn, want = OPERATIONS[name]
-    assert count_flops(traced(fn, MATRIX)) == want
+    assert count_flops(jax.jit(fn).trace(MATRIX).jaxpr) == want
 
 
 def test_a_count_that_another_library_has_ended_is_reported():

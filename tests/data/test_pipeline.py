@@ -1,16 +1,10 @@
 import re
 
 import grain
-import jax
 import numpy as np
 import pytest
 
-from jaxbucket import (
-    Batch,
-    BatchSchedule,
-    batch_dataset,
-    plan_buckets,
-)
+from jaxbucket import BatchSchedule, batch_dataset, plan_buckets
 from jaxbucket.data import RowShard, unbatch
 
 
@@ -28,13 +22,6 @@ class Source:
         self.read.append(index)
         tokens = (index * 31 + np.arange(self.lengths[index])) % 1000
         return {"tokens": tokens.astype(np.int32), "index": np.int32(index)}
-
-
-def assert_equal(a: Batch, b: Batch) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        assert x.tobytes() == y.tobytes()
 
 
 def make_job(seed: int = 0, **options) -> tuple[Source, BatchSchedule]:
@@ -62,33 +49,6 @@ def test_batches_contain_the_examples_of_the_schedule(problem):
         assert next(examples, None) is None
 
 
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        [(0, 1, 2, 3, 4, 5, 6, 7)],
-        [(0, 1, 2, 3), (4, 5, 6, 7)],
-        [(0, 5), (1, 4), (2, 7), (3, 6)],
-        [(0, 3), (0, 3), (1, 2, 4), (5, 6, 7)],
-        [(part,) for part in range(8)],
-    ],
-)
-def test_each_host_loads_its_rows_of_the_same_batches(hosts):
-    source, schedule = make_job()
-    whole = batch_dataset(source, schedule)
-    shards = [RowShard(parts, 8) for parts in hosts]
-    local = [batch_dataset(source, schedule, shard=shard) for shard in shards]
-    for step in range(len(whole)):
-        batch = whole[step]
-        size = batch.bucket.batch_size
-        for shard, dataset in zip(shards, local, strict=True):
-            rows = shard.rows(size)
-            assert_equal(
-                dataset[step], jax.tree.map(lambda x, rows=rows: x[rows], batch)
-            )
-        rows = np.concatenate([shard.rows(size) for shard in shards])
-        assert set(rows) == set(range(size))
-
-
 def test_only_the_examples_of_the_shard_are_read():
     source, schedule = make_job()
     shard = RowShard((1, 6), 8)
@@ -100,19 +60,6 @@ def test_only_the_examples_of_the_shard_are_read():
         indices = schedule[step]
         rows = indices.rows[shard.rows(indices.bucket.batch_size)]
         assert source.read == rows[rows >= 0].tolist()
-
-
-@pytest.mark.parametrize("order", ["shuffled", "source"])
-def test_resuming_at_any_step_gives_the_batches_of_the_whole_run(order):
-    source, schedule = make_job(order=order)
-    end = 2 * len(schedule) + 3
-    whole = list(batch_dataset(source, schedule, num_steps=end))
-    assert len(whole) == end
-    for start in range(end):
-        resumed = batch_dataset(source, schedule, start_step=start, num_steps=end)
-        assert len(resumed) == end - start
-        for step in {start, (start + end) // 2, end - 1}:
-            assert_equal(resumed[step - start], whole[step])
 
 
 def test_a_run_ends_with_the_epoch_it_starts_in():
@@ -131,10 +78,6 @@ def test_the_dataset_supports_the_map_dataset_interface():
     assert [b.bucket for b in dataset[2:6:2]] == [dataset[2].bucket, dataset[4].bucket]
     tokens = dataset.map(lambda batch: int(batch.num_tokens))
     assert sum(tokens) == source.lengths.sum()
-    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
-    threaded = list(dataset.to_iter_dataset(options))
-    for result, expected in zip(threaded, dataset, strict=True):
-        assert_equal(result, expected)
 
 
 def test_sequences_and_pad_value_are_applied():
@@ -172,11 +115,12 @@ def test_a_source_may_reuse_its_arrays():
             array[:] = index
             return {"x": array[: lengths[index]]}
 
-    plan = plan_buckets(lengths, max_tokens=10, num_buckets=2)
+    # The longest example fills a batch of its own.
+    plan = plan_buckets(lengths, max_tokens=5, num_buckets=2)
     schedule = BatchSchedule(plan, lengths)
-    for batch, indices in zip(
-        batch_dataset(ReusedArray(), schedule), schedule, strict=True
-    ):
+    dataset = batch_dataset(ReusedArray(), schedule)
+    batches = [dataset[step] for step in range(len(schedule))]
+    for batch, indices in zip(batches, schedule, strict=True):
         arrays = [example["x"].tolist() for example in unbatch(batch)]
         assert arrays == [[i] * lengths[i] for i in indices.rows if i >= 0]
 

@@ -27,15 +27,6 @@ def batches(source) -> list:
     return list(batch_dataset(source, BatchSchedule(plan, lengths)))
 
 
-def assert_same(result: list, expected: list) -> None:
-    for a, b in zip(result, expected, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert x.keys() == y.keys()
-            for name in x:
-                assert x[name].dtype == y[name].dtype
-                np.testing.assert_array_equal(x[name], y[name])
-
-
 def to_bytes(example: dict) -> bytes:
     file = io.BytesIO()
     np.savez(file, **example)
@@ -45,11 +36,6 @@ def to_bytes(example: dict) -> bytes:
 def from_bytes(record: bytes) -> dict:
     with np.load(io.BytesIO(record)) as arrays:
         return {name: arrays[name] for name in arrays.files}
-
-
-def test_batches_from_a_map_dataset():
-    dataset = grain.MapDataset.source(list(map(to_bytes, EXAMPLES))).map(from_bytes)
-    assert_same(batches(dataset), batches(EXAMPLES))
 
 
 class Rows:
@@ -73,15 +59,35 @@ def as_python(example: dict) -> dict:
     return {name: np.asarray(np.asarray(x).tolist()) for name, x in example.items()}
 
 
-def test_batches_from_rows_of_lists():
-    assert_same(batches(Rows(EXAMPLES)), batches(list(map(as_python, EXAMPLES))))
+@pytest.mark.parametrize(
+    ("source", "examples"),
+    [
+        (grain.MapDataset.source([*map(to_bytes, EXAMPLES)]).map(from_bytes), EXAMPLES),
+        (Rows(EXAMPLES), [*map(as_python, EXAMPLES)]),
+    ],
+)
+def test_batches_are_those_of_a_list(source, examples):
+    for a, b in zip(batches(source), batches(examples), strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.keys() == y.keys()
+            for name in x:
+                assert x[name].dtype == y[name].dtype
+                np.testing.assert_array_equal(x[name], y[name])
+
+
+LENGTHS = [1 + i % 3 for i in range(12)]
+
+
+def dataset_of(source):
+    plan = plan_buckets(LENGTHS, max_tokens=6)
+    return batch_dataset(source, BatchSchedule(plan, LENGTHS, order="source"))
 
 
 class Broken(list):
     """A source in which one example cannot be read or differs from the others."""
 
     def __init__(self, index, replacement):
-        super().__init__({"x": np.arange(1 + i % 3)} for i in range(12))
+        super().__init__({"x": np.arange(n)} for n in LENGTHS)
         self._index, self._replacement = index, replacement
 
     def __getitem__(self, index):
@@ -96,11 +102,8 @@ def fail():
 
 @pytest.mark.parametrize("index", [0, 7])
 def test_an_example_that_cannot_be_read_is_named_with_its_step(index):
-    lengths = [1 + i % 3 for i in range(12)]
-    plan = plan_buckets(lengths, max_tokens=6)
-    dataset = batch_dataset(Broken(index, fail), BatchSchedule(plan, lengths))
     with pytest.raises(OSError, match=rf"disk gone[^$]*`source\[{index}\]`"):
-        list(dataset)
+        list(dataset_of(Broken(index, fail)))
 
 
 @pytest.mark.parametrize(
@@ -108,23 +111,17 @@ def test_an_example_that_cannot_be_read_is_named_with_its_step(index):
     [(lambda: {"x": np.zeros(2)}, "'x': 'float64"), (lambda: {"y": [1, 2]}, "'y'")],
 )
 def test_an_example_that_differs_from_others_is_named(replacement, message):
-    lengths = [1 + i % 3 for i in range(12)]
-    plan = plan_buckets(lengths, max_tokens=6)
-    schedule = BatchSchedule(plan, lengths, order="source")
     with pytest.raises(
         ValueError, match=rf"{message}[^$]*row 0[^$]*step 3 .*\[7, 10\]"
     ):
-        list(batch_dataset(Broken(7, replacement), schedule))
+        list(dataset_of(Broken(7, replacement)))
 
 
 def test_an_unsuitable_first_example_is_named():
-    lengths = [1 + i % 3 for i in range(12)]
-    plan = plan_buckets(lengths, max_tokens=6)
-    source = [{"x": np.arange(n), "name": 1} for n in lengths]
+    source = [{"x": np.arange(n), "name": 1} for n in LENGTHS]
     source[0]["name"] = "ab"
-    dataset = batch_dataset(source, BatchSchedule(plan, lengths))
     with pytest.raises(ValueError, match=r"'name'[^$]*`source\[0\]`, the template"):
-        list(dataset)
+        list(dataset_of(source))
 
 
 def test_an_unreadable_example_of_the_sample_is_named():

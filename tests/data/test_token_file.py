@@ -1,6 +1,5 @@
 """Token files contain the examples that were written, and detect damage."""
 
-import json
 import pickle
 import shutil
 
@@ -9,14 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxbucket import (
-    BatchSchedule,
-    batch_dataset,
-    measure_lengths,
-    plan_buckets,
-)
+from jaxbucket import BatchSchedule, batch_dataset, measure_lengths, plan_buckets
 from jaxbucket.data import (
-    RowShard,
     TokenFile,
     concat_then_split,
     concatenate,
@@ -61,37 +54,12 @@ def assert_equal(result, expected) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_every_example_is_read_back(path, examples):
-    file = TokenFile(path)
-    assert len(file) == len(examples)
-    assert file.lengths.tolist() == [len(x["tokens"]) for x in examples]
-    assert not measure_lengths(file).flags.writeable
-    for index, example in enumerate(examples):
-        result = file[index]
-        assert result.keys() == example.keys()
-        assert_equal(result, {name: np.asarray(x) for name, x in example.items()})
-    for index in (-1, len(examples)):
-        with pytest.raises(IndexError, match="`index="):
-            file[index]
-
-
 def test_numpy_reads_a_token_file_without_the_library(path, examples):
     tokens = np.load(path / "tokens.npy")
     assert tokens.tolist() == np.concatenate([x["tokens"] for x in examples]).tolist()
-    assert np.load(path / "offsets.npy")[-1] == len(tokens)
-
-
-def test_batches_are_those_of_a_list_of_the_examples(path, examples):
-    file = TokenFile(path)
-    lengths = measure_lengths(examples, sequences=SEQUENCES, progress=False)
-    assert measure_lengths(file, progress=False).tolist() == lengths.tolist()
-    plan = plan_buckets(lengths, max_tokens=320, num_buckets=3, batch_size_multiple=4)
-    schedule = BatchSchedule(plan, lengths, seed=1)
-    for shard in (RowShard(), RowShard((1, 3), 4)):
-        ours = batch_dataset(file, schedule, shard=shard)
-        listed = batch_dataset(examples, schedule, shard=shard, sequences=SEQUENCES)
-        for step in range(2 * len(schedule)):
-            assert_equal(ours[step], listed[step])
+    offsets = np.load(path / "offsets.npy")
+    assert offsets[0] == 0 and offsets[-1] == len(tokens)
+    assert measure_lengths(TokenFile(path)).tolist() == np.diff(offsets).tolist()
 
 
 @pytest.mark.parametrize("lengths", [[2, 5, 7, 4], [3, 3, 3, 3]])
@@ -161,6 +129,11 @@ def tokens(*lengths: int) -> list[dict]:
     return [{"tokens": np.ones(n, np.int32)} for n in lengths]
 
 
+def failing():
+    yield from tokens(1, 2)
+    raise ValueError("record 2")
+
+
 @pytest.mark.parametrize(
     ("examples", "message"),
     [
@@ -176,6 +149,7 @@ def tokens(*lengths: int) -> list[dict]:
         ([{"x": np.ones(2, ml_dtypes.int4)}], "'x' is int4"),
         ([{"label": np.int32(1)}], "`sequences`"),
         ([[1, 2]], "not a `Mapping`"),
+        (failing(), "record 2"),
     ],
 )
 def test_examples_that_cannot_be_written_leave_no_files(tmp_path, examples, message):
@@ -184,27 +158,10 @@ def test_examples_that_cannot_be_written_leave_no_files(tmp_path, examples, mess
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_while_writing_leaves_no_files(tmp_path):
-    def failing():
-        yield from tokens(1, 2)
-        raise KeyError("record 2")
-
-    with pytest.raises(KeyError, match="record 2"):
-        write_token_file(tmp_path / "file", failing())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_existing_file_is_not_overwritten(path, examples):
     with pytest.raises(ValueError, match="`path=.* already exists. Pass a new path"):
         write_token_file(path, examples, sequences=SEQUENCES)
     assert len(TokenFile(path)) == len(examples)
-
-
-def test_a_token_file_may_be_moved(path, examples, tmp_path):
-    before = TokenFile(path).fingerprint
-    shutil.move(path, tmp_path / "elsewhere")
-    assert TokenFile(tmp_path / "elsewhere").fingerprint == before
-    assert json.loads((tmp_path / "elsewhere" / "index.json").read_text())
 
 
 # Detecting damage
@@ -230,7 +187,9 @@ def test_a_missing_or_changed_file_is_refused(path):
     for text in ("{", "null", "[]", '{"format": "jaxbucket.TokenFile"}', "9" * 5000):
         rewrite("index.json", lambda x, text=text: x.write_text(text))
     rewrite("index.json", lambda x: x.unlink())
-    rewrite("index.json", lambda x: x.write_text(x.read_text().replace("label", "b")))
+    for old, new in [("label", "b"), ('"version": 2', '"version": 3')]:
+        changed = (path / "index.json").read_text().replace(old, new)
+        rewrite("index.json", lambda x, text=changed: x.write_text(text))
 
 
 def test_decreasing_offsets_are_refused(tmp_path):
@@ -242,30 +201,3 @@ def test_decreasing_offsets_are_refused(tmp_path):
     file = TokenFile(path)
     with pytest.raises(ValueError, match="file.* has examples of"):
         _ = file.lengths
-
-
-def test_a_damaged_file_is_refused_or_reads_as_written(tmp_path):
-    examples = make_examples(1, 12, 9)
-    written = write_token_file(tmp_path / "file", examples, sequences=SEQUENCES).path
-    expected = [TokenFile(written)[index] for index in range(len(examples))]
-    path, refused = tmp_path / "damaged", 0
-    for seed in range(80):
-        rng = np.random.default_rng(seed)
-        shutil.rmtree(path, ignore_errors=True)
-        shutil.copytree(written, path)
-        file = rng.choice(sorted(path.iterdir()))
-        content = bytearray(file.read_bytes())
-        start = rng.integers(len(content))
-        content[start : start + rng.integers(9)] = rng.bytes(rng.integers(9))
-        file.write_bytes(bytes(content))
-        try:
-            damaged = TokenFile(path)
-            _ = damaged.lengths
-        except ValueError as error:
-            assert str(path) in str(error)
-            refused += 1
-            continue
-        # All pages of such a small file are checked.
-        for index, example in enumerate(expected):
-            assert_equal(damaged[index], example)
-    assert refused > 50

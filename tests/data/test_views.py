@@ -219,28 +219,6 @@ def test_fingerprints_depend_on_the_data_and_the_operation(tmp_path):
         assert contents(selected[0]) != contents(selected[1])
 
 
-@pytest.mark.parametrize("kind", ["list", "file"])
-def test_a_run_resumes_on_a_view(tmp_path, kind):
-    examples = make_examples()
-    source = examples if kind == "list" else token_files(tmp_path, examples, 1)
-
-    def dataset(longest=8):
-        chunks = split(source, longest)
-        plan = jb.plan_buckets(
-            LENGTHS, max_tokens=96, max_seq_len=longest, overlong="split"
-        )
-        schedule = jb.BatchSchedule(plan, chunks.lengths, seed=3)
-        return jb.batch_dataset(chunks, schedule, num_epochs=2)
-
-    batches = list(dataset())
-    tokens = [x.features["tokens"][x.mask] for x in batches[: len(batches) // 2]]
-    assert sorted(np.concatenate(tokens)) == list(range(LENGTHS.sum()))
-    for start in range(0, len(batches), 5):
-        assert_same(list(dataset().resume(dataset().position(start))), batches[start:])
-    with pytest.raises(ValueError, match="Cannot resume"):
-        dataset(9).resume(dataset().position(1))
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [

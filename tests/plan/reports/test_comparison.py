@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 
 from jaxbucket import BucketPlan, Limits, plan_buckets, report
-from jaxbucket.plan import TransformerCost, compare_plans
+from jaxbucket.plan import Comparison, TransformerCost, compare_plans
 from jaxbucket.plan.planner import RULES
 
 LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
 LIMITS = Limits(max_tokens=16_384, batch_size_multiple=2, seq_len_multiple=8)
 OPTIONS = {"max_tokens": 16_384, "batch_size_multiple": 2, "seq_len_multiple": 8}
+
+
+@pytest.fixture(name="comparison", scope="module")
+def comparison_of_all_tests() -> Comparison:
+    return compare_plans(LENGTHS, LIMITS)
 
 
 def test_every_rule_has_its_plan_in_the_comparison():
@@ -56,8 +61,7 @@ def test_with_a_cost_function_the_plan_by_tokens_is_compared_too():
     assert ours.report.padded_tokens >= theirs.report.padded_tokens
 
 
-def test_the_json_has_every_number():
-    comparison = compare_plans(LENGTHS, LIMITS)
+def test_the_json_has_every_number(comparison):
     found = json.loads(comparison.to_json())
     assert found["least_cost"] == comparison.least_cost
     for compared, numbers in zip(comparison.plans, found["plans"], strict=True):
@@ -74,8 +78,7 @@ def test_dropped_remainders_and_names_of_rules_are_refused():
             compare_plans(LENGTHS, LIMITS, others={name: mine})
 
 
-def test_additional_plans_are_sorted_by_cost():
-    comparison = compare_plans(LENGTHS, LIMITS)
+def test_additional_plans_are_sorted_by_cost(comparison):
     (second, third) = comparison.plans[1:3]
     between = dataclasses.replace(
         second,
@@ -97,8 +100,7 @@ def test_additional_plans_are_sorted_by_cost():
         comparison.extended([second])
 
 
-def test_a_comparison_is_printed_as_a_table():
-    comparison = compare_plans(LENGTHS, LIMITS)
+def test_a_comparison_is_printed_as_a_table(comparison):
     lines = str(comparison).splitlines()
     assert lines[0].split()[:3] == ["empty", "largest", "epoch"]
     for compared in comparison.plans:

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 
 from jaxbucket import Limits, plan_buckets, report
-from jaxbucket.plan import StepTime, TokenCost, TransformerCost, plan_curve
+from jaxbucket.plan import (
+    PlanCurve,
+    StepTime,
+    TokenCost,
+    TransformerCost,
+    plan_curve,
+)
 
-LENGTHS = np.random.default_rng(0).lognormal(5, 1, 3000).clip(1, 1500).astype(int)
+LENGTHS = np.random.default_rng(0).lognormal(5, 1, 600).clip(1, 1500).astype(int)
 LIMITS = Limits(max_tokens=16_384, cost_fn=StepTime(0.01, 1e-5, 1e-9))
+
+
+@pytest.fixture(name="curve", scope="module")
+def curve_of_all_tests() -> PlanCurve:
+    return plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
 
 
 @pytest.mark.exhaustive
@@ -43,8 +54,7 @@ def test_the_chosen_number_of_buckets_takes_the_least_time(seed):
     assert curve.chosen.total_seconds == pytest.approx(min(totals), rel=1e-3)
 
 
-def test_points_agree_with_the_reports_of_their_plans():
-    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
+def test_points_agree_with_the_reports_of_their_plans(curve):
     for point in curve.points:
         epoch = report(point.plan, LENGTHS)
         assert point.num_buckets == len(point.plan)
@@ -59,16 +69,14 @@ def test_points_agree_with_the_reports_of_their_plans():
     assert curve.points[-1].num_buckets > curve.chosen.num_buckets
 
 
-def test_a_curve_is_printed_as_a_table():
-    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
+def test_a_curve_is_printed_as_a_table(curve):
     text = str(curve)
     assert " ".join(curve.reason.split()) in " ".join(text.split())
     (line,) = [line for line in text.splitlines() if line.startswith("->")]
     assert line.split()[1] == str(curve.chosen.num_buckets)
 
 
-def test_the_json_holds_every_number():
-    curve = plan_curve(LENGTHS, LIMITS, compile_seconds=0.5, num_epochs=4)
+def test_the_json_holds_every_number(curve):
     fields = json.loads(curve.to_json())
     assert fields["points"][fields["chosen"]]["num_buckets"] == curve.chosen.num_buckets
     assert fields["chosen_num_buckets"] == curve.chosen.num_buckets
