@@ -129,6 +129,27 @@ def test_random_numbers_are_determined_by_epoch_and_index(job):
     assert_equal(source, make_source(lengths))
 
 
+@pytest.mark.parametrize("job", JOBS)
+def test_shards_and_resumed_runs_have_the_rows_of_the_whole_run(job):
+    lengths, schedule = JOBS[job]()
+    source, options = make_source(lengths), {"transform": noisy, "num_epochs": 2}
+    options["sequences"] = SEQUENCES
+    whole = jb.batch_dataset(source, schedule, **options)
+    batches = list(map(micro_batches_of, whole))
+    for shard in (jb.data.RowShard((part,), 4) for part in range(4)):
+        part = jb.batch_dataset(source, schedule, shard=shard, **options)
+        for step, want in zip(part, batches, strict=True):
+            for local, full in zip(micro_batches_of(step), want, strict=True):
+                rows = shard.rows(len(full.mask))
+                assert_equal(local, jax.tree.map(lambda x, rows=rows: x[rows], full))
+    for step in range(len(whole)):
+        resumed = jb.batch_dataset(source, schedule, **options).resume(
+            whole.position(step)
+        )
+        for later in {step, len(whole) - 1}:
+            assert_equal(micro_batches_of(resumed[later - step]), batches[later])
+
+
 def test_token_files_chunks_and_concatenations_apply_the_transform_per_example(
     tmp_path,
 ):
