@@ -132,6 +132,20 @@ def test_a_different_program_is_compiled(folder, name):
         assert compiled == 0 and result in (None, losses(steps))
 
 
+def test_steps_that_read_different_parts_of_a_state_are_different_programs(tmp_path):
+    """Their text is the same, because arguments that are not used are left out."""
+    for used in STATE:
+
+        def my_step(state, batch, used=used):
+            return state[used] * jnp.sum(batch.features["x"])
+
+        steps, compiled = start(tmp_path, jax.jit(my_step))
+        assert compiled == len(PLAN)
+        (batch,) = jb.sharding.prefetch_to_mesh([full_batch()], MESH)
+        state = jb.sharding.replicate(STATE, MESH)
+        assert steps(state, batch) == STATE[used] * batch.features["x"].sum()
+
+
 def test_a_different_array_is_a_different_program(tmp_path):
     other = np.where(TABLE == 1500, 1600, TABLE)
     for table, count in ((TABLE, 2), (other, 2), (TABLE, 0)):
