@@ -10,6 +10,7 @@ import sys
 import textwrap
 import types
 
+import numpy as np
 import pytest
 
 import jaxbucket as jb
@@ -216,15 +217,30 @@ with open({str(folder)!r} + f"/values_{{processes.index}}.json", "x") as file:
 
 
 @pytest.mark.exhaustive
-def test_the_loop_of_the_page_on_many_hosts_saves_where_it_ends(tmp_path):
-    loop, *_ = blocks("python", PAGES["cookbook/many_hosts"])
-    loop = loop.replace("/shared/run", str(tmp_path / "run"))
-    for _ in range(2):
-        # The second run has nothing left to do.
-        ends = values_of_two(loop, "len(schedule), int(state.step)", tmp_path)
-        (step, updates), (_, other) = ends
-        assert step == updates == other
-        assert max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*")) == step
+def test_the_script_of_the_page_on_many_hosts_saves_where_it_ends(tmp_path):
+    page = PAGES["cookbook/many_hosts"]
+    (tmp_path / "train.py").write_text(blocks("python", page)[0])
+    commands = "".join(blocks("console", page)).replace("\\\n", " ").splitlines()
+    words = {
+        "$": [],
+        "python": [sys.executable],
+        "jaxbucket": [sys.executable, "-m", "jaxbucket"],
+        "scripts/launch_local.py": [str(ROOT / "scripts" / "launch_local.py")],
+    }
+    for command in [*commands, commands[-1]]:  # The second has nothing left to do.
+        run = subprocess.run(
+            [y for x in command.split() for y in words.get(x, [x])],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert "{'loaded'}" in run.stdout
+    plan = jb.BucketPlan.from_json((tmp_path / "plan.json").read_text())
+    schedule = jb.BatchSchedule(plan, np.load(tmp_path / "lengths.npy"))
+    last = max(int(x.name) for x in (tmp_path / "run").glob("[0-9]*"))
+    assert last == 2 * len(schedule)
 
 
 @pytest.mark.exhaustive
