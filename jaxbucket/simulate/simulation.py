@@ -22,8 +22,8 @@ PARTS = {
     "restarts": "after a fault, until steps go on",
 }
 _LEGEND = (
-    "Epoch: its predicted time, with the range of 90% of replays if there are faults. "
-    "The other columns are shares of this time: "
+    "Epoch: its predicted time; with faults the mean, which is above the range of 90% "
+    "of epochs if faults are rare. The other columns are shares of this time: "
     + "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     + "."
 )
@@ -131,7 +131,7 @@ class Simulation(Record):
             time = format_duration(between)
             chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
             sentences.append(
-                f"an epoch takes {low} to {high}, with a checkpoint every "
+                f"90% of epochs take {low} to {high}, with a checkpoint every "
                 f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
             )
         if epoch.balance is not None and self.cluster.num_devices > 1:
