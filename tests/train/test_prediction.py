@@ -284,7 +284,7 @@ def test_wrong_options_are_refused(name, options):
 IN_PROCESSES = """
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxbucket as jb
-from step_cases import MODES, make_mesh
+from jax.sharding import Mesh
 
 def predict_fn(params, batch):
     values = jnp.where(batch.mask, batch.features["values"], 0) * params["scale"]
