@@ -161,8 +161,8 @@ class BucketPlan:
                 )
         # Truncation limits each sequence by itself.
         last = self.buckets[-1].seq_len
-        truncates = any(self.policy(name) in TRUNCATING for name in self.sequences)
-        if truncates and last != self.max_seq_lens:
+        truncates = np.isin(self.policies, TRUNCATING).any()
+        if truncates and self.sequences and last != self.max_seq_lens:
             raise ValueError(
                 f"`overlong={self.overlong!r}` requires a last bucket that holds the "
                 f"longest sequences, {self.max_seq_lens!r}, but it has {last!r}. Add "
@@ -245,6 +245,21 @@ class BucketPlan:
             return self.batch_sizes * self.tokens_per_row
         return np.array(self.step_costs)
 
+    @functools.cached_property
+    def row_costs(self) -> np.ndarray:
+        """`[K]`: the cost of a row of each bucket."""
+        return self.costs / self.batch_sizes
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest B * T."""
+        return max(bucket.num_tokens for bucket in self.buckets)
+
+    @property
+    def filler(self) -> int:
+        """The cheapest bucket, whose empty batches complete a step; its index."""
+        return int(self.costs.argmin())
+
     @property
     def unpacked(self) -> BucketPlan:
         """The same shapes for rows of one example, or for lengths of packed rows."""
@@ -265,15 +280,13 @@ class BucketPlan:
         longest = self.seq_lens.max(axis=0).tolist()
         return Sizes(dict(zip(self.sequences, longest, strict=True)))
 
-    def policy(self, sequence: str | None = None) -> Overlong:
-        """Returns the policy for a sequence that is too long.
-
-        Args:
-          sequence: its name; None if examples have one length.
-        """
-        if isinstance(self.overlong, Mapping):
-            return self.overlong[cast(str, sequence)]
-        return self.overlong
+    @functools.cached_property
+    def policies(self) -> np.ndarray:
+        """`[Q]`: the policy for each sequence that is too long."""
+        policies = self.overlong
+        if isinstance(policies, Mapping):
+            return np.array([policies[name] for name in self.sequences])
+        return np.full(self.seq_lens.shape[1], policies)
 
     def check(self, lengths: Lengths) -> np.ndarray:
         """Returns `lengths` as an integer array, after checking them.
@@ -329,21 +342,20 @@ class BucketPlan:
     def _assign_several(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the bucket of each example, `[N]` int16, from `[N, Q]` lengths."""
         is_over = lengths > self.seq_lens.max(axis=0)
-        policies = np.array([self.policy(name) for name in self.sequences])
-        is_used = ~is_over[:, policies == "drop"].any(axis=1)
-        for q in np.flatnonzero(policies == "error").tolist():
+        is_used = ~is_over[:, self.policies == "drop"].any(axis=1)
+        for q in np.flatnonzero(self.policies == "error").tolist():
             name, used = self.sequences[q], lengths[:, q] * is_used
             check_longest(used, self.max_seq_lens[name], name)
-        row_costs = self.costs / self.batch_sizes
-        index = assignment.cheapest(self.truncated(lengths), self.seq_lens, row_costs)
+        kept = self.truncated(lengths)
+        index = assignment.cheapest(kept, self.seq_lens, self.row_costs)
         index[~is_used] = -1
         is_unheld = (index < 0) & is_used
-        if is_unheld.any() and "drop" not in policies:
+        if is_unheld.any() and "drop" not in self.policies:
             example = int(np.argmax(is_unheld))
             raise ValueError(
                 f"`lengths` of example {example} are {lengths[example].tolist()}, of "
-                f"{list(self.sequences)}. No bucket holds these together. Add one that "
-                "does, or choose `overlong='drop'`."
+                f"{list(self.sequences)}. No bucket holds these together. Plan "
+                "with a larger `max_seq_len`, or choose `overlong='drop'`."
             )
         return index
 
@@ -360,7 +372,7 @@ class BucketPlan:
     def _with_policy(self, policy: Overlong) -> bool | list[str]:
         if not self.sequences:
             return self.overlong == policy
-        return [name for name in self.sequences if self.policy(name) == policy]
+        return np.array(self.sequences)[self.policies == policy].tolist()
 
     def truncated(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the lengths after "truncate" or "truncate_left" shortened examples.
@@ -368,7 +380,7 @@ class BucketPlan:
         Args:
           lengths: `[N]` or `[N, Q]` integers, from `check`.
         """
-        is_cut = [self.policy(name) in TRUNCATING for name in self.sequences or (None,)]
+        is_cut = np.isin(self.policies, TRUNCATING)
         limits = np.where(is_cut, self.seq_lens.max(axis=0), MAX_LENGTH)
         most = min(MAX_LENGTH, np.iinfo(lengths.dtype).max)
         limits = np.minimum(limits, most).astype(lengths.dtype)

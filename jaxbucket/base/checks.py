@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -172,6 +172,29 @@ def check_type(name: str, value: Any, kind: type[_T], remedy: str) -> _T:
             f"`{kind.__name__}`. {remedy}"
         )
     return value
+
+
+def by_step(name: str, value: Any) -> dict[int, Any]:
+    """Returns values by the step from which each of them holds.
+
+    Example:
+      >>> by_step("weights", [1, 2]), by_step("weights", {0: [1, 2], 1000: [1, 0]})
+      ({0: [1, 2]}, {0: [1, 2], 1000: [1, 0]})
+
+    Args:
+      name: the name of the argument, for messages.
+      value: a single value; or step -> value, by ascending steps from 0. A mapping from
+        names is a single value.
+    """
+    is_single = not isinstance(value, Mapping) or any(isinstance(x, str) for x in value)
+    values = {0: value} if is_single else value
+    steps = [check_integer(name, step) for step in values]
+    if steps != sorted({0, *steps}):
+        raise ValueError(
+            f"`{name}={value!r}`: pass a mapping from ascending steps, which starts "
+            f"with step 0: `{name}={{0: first, 1000: second}}`."
+        )
+    return dict(zip(steps, values.values(), strict=True))
 
 
 def selected_indices(name: str, selected: ArrayLike, size: int) -> np.ndarray:

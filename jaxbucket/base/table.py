@@ -30,11 +30,16 @@ def table_text(table: Any) -> str:
 
 
 def number_table(
-    columns: Iterable[str], rows: Iterable[Sequence[str]], caption: str
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str]],
+    caption: str,
+    *,
+    named: bool = False,
 ) -> Table:
     """Returns a `rich` table of right-justified texts, none of which is markup.
 
     Columns are two spaces apart, so that eight of them fit a terminal of 80 characters.
+    With `named`, the first one has names, which wrap instead of being truncated.
     """
     from rich import box
     from rich.table import Table
@@ -52,6 +57,9 @@ def number_table(
         table.add_column(Text(name), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
+    if named:
+        first = table.columns[0]
+        first.justify, first.no_wrap, first.overflow = "left", False, "fold"
     return table
 
 

@@ -233,9 +233,7 @@ class CompileReport(Record):
         """Returns a table with a row for each program."""
         rows = zip(self.programs, cells, strict=True)
         lines = ((f"{p.name} {p.label}", *row) for p, row in rows)
-        table = number_table(["program", *titles], lines, caption)
-        table.columns[0].justify = "left"
-        return table
+        return number_table(["program", *titles], lines, caption, named=True)
 
 
 def _collective(found: Collective | None) -> str:

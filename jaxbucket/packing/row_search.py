@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.sizes import Sizes
 from jaxbucket.packing.best_fit import best_fit
 from jaxbucket.packing.row_choice import (
     RowChoice,
@@ -111,7 +110,7 @@ class RowSearch:
 
     def search(self, num_buckets: int) -> RowChoice:
         """Returns the cheapest choice found, with at most `num_buckets` shapes."""
-        self._descend(num_buckets, self._grid())
+        self._descend(num_buckets)
         promising = sorted(self._tried.values(), key=_by_rank)
         best, every = promising[0], (self._kinds, self._counts)
         if self._few[0] is not self._kinds:
@@ -133,10 +132,7 @@ class RowSearch:
 
     def _of_all(self, shapes: tuple[Shape, ...], *, fuller: bool) -> RowChoice:
         """Returns the rows of all examples, perhaps by the second packer."""
-        names = self._limits.sequences
-        seq_lens = [
-            Sizes(dict(zip(names, x, strict=True))) if names else x[0] for x in shapes
-        ]
+        seq_lens = self._limits.named(np.array(shapes))
         packing = pack_kept(self._lengths, seq_lens, self._cap, fuller=fuller)
         ones = np.ones(packing.num_rows, np.int64)
         rows = _Rows.of_slots(packing.parts, packing.row_splits[:-1], ones)
@@ -149,8 +145,9 @@ class RowSearch:
             choice = self._choice(used, rows)
         return dataclasses.replace(choice, packing=packing)
 
-    def _descend(self, num_buckets: int, grid: Sequence[Shape]) -> RowChoice:
-        """Adds shapes of a grid one at a time, and then moves each of them."""
+    def _descend(self, num_buckets: int) -> None:
+        """Tries shapes of a grid, adding one at a time, and then moves each of them."""
+        grid = self._grid()
         best = self._cheapest([(x,) for x in grid], self._packed((self.last,)))
         for _ in range(num_buckets - 1):
             cheapest = self._cheapest([(*best.shapes, x) for x in grid], best)
@@ -163,7 +160,6 @@ class RowSearch:
                 moved = self._moved(shape, _RATIO ** (0.5**turn))
                 nearby = [others, *([*others, x] for x in moved)]
                 best = self._cheapest(nearby, best)
-        return best
 
     def _cheapest(
         self, candidates: Iterable[Iterable[Shape]], best: RowChoice

@@ -90,13 +90,16 @@ class Packing:
         )
 
     @functools.cached_property
+    def row_parts(self) -> np.ndarray:
+        """`[R, Q]` int64, the number of tokens of each sequence in each row."""
+        return np.add.reduceat(self.parts, self.row_splits[:-1], dtype=np.int64)
+
+    @property
     def row_lengths(self) -> Any:
         """`[R]` int64, the number of tokens in each row; by name of a sequence."""
-        starts = self.row_splits[:-1]
-        if self.slot_parts is None:
-            return np.add.reduceat(self.slot_lengths, starts, dtype=np.int64)
-        columns = np.add.reduceat(self.slot_parts, starts, dtype=np.int64)
-        return dict(zip(self.sequences, columns.T, strict=True))
+        if not self.sequences:
+            return self.row_parts[:, 0]
+        return dict(zip(self.sequences, self.row_parts.T, strict=True))
 
     @functools.cached_property
     def row_work(self) -> np.ndarray:
@@ -113,8 +116,7 @@ class Packing:
     def fill(self) -> float:
         """The share of all positions, padding included, that hold a token."""
         shapes = np.array([each_size(x) for x in self.seq_lens])
-        rows = np.add.reduceat(self.parts, self.row_splits[:-1], dtype=np.int64)
-        totals = shapes.sum(axis=1)
+        rows, totals = self.row_parts, shapes.sum(axis=1)
         return float(rows.sum() / totals[cheapest(rows, shapes, totals)].sum())
 
     @functools.cached_property

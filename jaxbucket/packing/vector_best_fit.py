@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxbucket.base.checks import MAX_LENGTH
 from jaxbucket.base.permutation import permute
 from jaxbucket.packing.pattern import OpenRows, Pattern
+from jaxbucket.plan.flow.dominance import fits
 
 # The tree of rows stores several numbers for every token of a row.
 MAX_CAPACITY = 1 << 20
@@ -47,7 +47,7 @@ def fit_sequences(
         raise ValueError(
             f"`max_seq_len={shapes.max()}` exceeds {MAX_CAPACITY}. Use shorter rows."
         )
-    needed = (kinds[:, None] <= shapes).all(axis=2).argmax(axis=1)
+    needed = fits(kinds, shapes).argmax(axis=1)
     shares = kinds.astype(np.int64) * _WHOLE // shapes[needed]
     # The sequence with the most distinct lengths comes first, because few rows have the
     # same room for it.
@@ -84,8 +84,8 @@ _room_of = operator.attrgetter("room")
 class _Rooms:
     """Rows with room for more examples, in a tree over the room for the first sequence.
 
-    Each node stores the maximum room for the second sequence among the rows below it
-    (for the first, if there is only one), so that a search skips nodes without enough.
+    Each node stores the maximum room for the second sequence among the rows below it,
+    so that a search skips nodes without enough.
 
     Args:
       whole: the room of an empty row for each sequence.
@@ -96,7 +96,6 @@ class _Rooms:
     def __init__(self, whole: tuple[int, ...], cap: int, optional: list[bool]):
         self._cap = cap
         self._optional = optional
-        self._second = min(1, len(whole) - 1)
         self._leaves = 1 << whole[0].bit_length()
         self._rows: dict[int, list[_Rows]] = {}
         # Node 1 is the root, and the children of node n are 2 n and 2 n + 1. There are
@@ -122,14 +121,14 @@ class _Rooms:
 
     def _candidates(self, need: list[int]) -> Iterator[tuple[int, int]]:
         """Yields the leaf and place of rows that may fit, from the tightest."""
-        leaf = self._next_leaf(need[0], need[self._second])
+        leaf = self._next_leaf(need[0], need[1])
         while leaf is not None:
             rows = self._rows[leaf]
             first = bisect.bisect_left(rows, (leaf, *need[1:]), key=_room_of)
             # A leaf without candidates counts as one, because visiting it takes time.
             for place in range(first, max(len(rows), first + 1)):
                 yield leaf, place
-            leaf = self._next_leaf(leaf + 1, need[self._second])
+            leaf = self._next_leaf(leaf + 1, need[1])
 
     def _next_leaf(self, leaf: int, least: int) -> int | None:
         """Returns the first leaf, from `leaf`, with room `least` for the second."""
@@ -155,7 +154,7 @@ class _Rooms:
         sorted by room. So the last row has the most room for the second sequence.
         """
         rows = self._rows[leaf]
-        most = rows[-1].room[self._second] if rows else -1
+        most = rows[-1].room[1] if rows else -1
         node = leaf + self._leaves
         self._most[node] = most
         while node > 1:
@@ -178,7 +177,7 @@ def pooled_rows(
     counts: np.ndarray,
     capacities: Sequence[int],
     cap: int,
-    fewer_than: int = MAX_LENGTH,
+    fewer_than: int,
 ) -> list[Pattern] | None:
     """Returns the rows, or None if there are too many examples or too many rows.
 

@@ -43,6 +43,13 @@ def chunk_lengths(lengths: ArrayLike, max_seq_len: int) -> np.ndarray:
     return chunks
 
 
+def row_lengths(plan: BucketPlan, lengths: Any) -> Any:
+    """Returns the lengths of rows: those of chunks if the plan splits examples."""
+    if plan.overlong != "split":
+        return lengths
+    return chunk_lengths(lengths, plan.max_seq_len)
+
+
 def kept_lengths(lengths: Any, seq_len: Any, overlong: Any) -> np.ndarray:
     """Returns the lengths of the examples or chunks in rows, `[n, Q]`.
 
@@ -56,10 +63,8 @@ def kept_lengths(lengths: Any, seq_len: Any, overlong: Any) -> np.ndarray:
       seq_len: the longest T, or sequence name -> T.
       overlong: what happens to longer examples, as for `BucketPlan`.
     """
-    if overlong == "split" and isinstance(seq_len, int):
-        return chunk_lengths(lengths, seq_len)[:, None]
     plan = BucketPlan.from_shapes([(1, seq_len)], overlong=overlong)
-    kept = plan.kept_lengths(lengths)
+    kept = plan.kept_lengths(row_lengths(plan, lengths))
     if not len(kept):
         raise ValueError(nothing_left(seq_len))
     return kept.reshape(len(kept), -1)

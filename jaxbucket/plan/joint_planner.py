@@ -63,18 +63,15 @@ def _without_unused(
         return plan
     fewer = fitted_plan(limits, plan.seq_lens[is_used], lengths)
     cost = _epoch_cost(fewer, Tally.of(fewer, lengths).examples, limits.accumulate)
-    more = _epoch_cost(plan, counts, limits.accumulate)
+    more = epoch_cost(flow.batches, plan.costs * limits.accumulate)
     return fewer if cost <= more else plan
 
 
 def fitted_plan(limits: Limits, seq_lens: np.ndarray, lengths: Any) -> BucketPlan:
     """Returns the plan with given T, `[K, Q]`, and B for the examples in each."""
-    matrix = lengths_matrix(lengths, limits.sequences)
-
-    def counts(plan: BucketPlan) -> np.ndarray:
-        return Tally.of(plan, matrix).examples
-
-    return with_batch_sizes(limits, seq_lens, counts)
+    return with_batch_sizes(
+        limits, seq_lens, lambda plan: Tally.of(plan, lengths).examples
+    )
 
 
 def with_batch_sizes(

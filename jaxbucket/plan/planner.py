@@ -196,6 +196,4 @@ def _plan_at(
             f"`seq_len_multiple={multiple}`."
         )
     plan = limits.plan(boundaries)
-    if limits.overlong == "error":
-        plan.check(lengths.given)
     return limits.plan(boundaries, Tally.of(plan, lengths).examples)

@@ -7,7 +7,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_accumulate, check_choice, check_seed
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.sizes import Counted
-from jaxbucket.plan.flow.remainder import Remainder, filler_bucket
+from jaxbucket.plan.flow.remainder import Remainder
 from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.base import check_step
@@ -100,7 +100,7 @@ class BatchCounts:
     def _batch(self, epoch: int, position: int) -> list[tuple[Bucket, int]]:
         batches = self.batches
         if position >= batches.num_batches and not self._repeats:
-            return [(filler_bucket(self.plan), 0)]
+            return [(self.plan.buckets[self.plan.filler], 0)]
         number = self._epochs.number(epoch, position % batches.num_batches)
         index, rows = batches.batch_rows(number)
         bucket, size = self.plan.buckets[index], int(batches.sizes[index])

@@ -24,7 +24,7 @@ from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.shared_array import SharedArray
 from jaxbucket.base.sizes import Lengths, any_lengths, total_lengths
 from jaxbucket.packing.rows import Packing
-from jaxbucket.plan.flow.remainder import Remainder, RowFlow, filler_bucket
+from jaxbucket.plan.flow.remainder import Remainder, RowFlow
 from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.plan.tally import Tally
 from jaxbucket.schedule.balance import balance_rows
@@ -268,7 +268,7 @@ class BatchSchedule(Schedule):
     @functools.cached_property
     def _filler(self) -> BatchIndices:
         """An empty batch of the cheapest bucket."""
-        bucket = filler_bucket(self.plan)
+        bucket = self.plan.buckets[self.plan.filler]
         segments = () if self.max_segments is None else (self.max_segments,)
         shape = (bucket.batch_size, *segments)
         return BatchIndices(bucket, np.full(shape, EMPTY_ROW, np.int64))

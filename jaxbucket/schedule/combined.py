@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxbucket.base.batch import EMPTY_ROW, BatchIndices
-from jaxbucket.base.checks import check_integer
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.example_draws import BatchDraws
 
@@ -82,14 +81,3 @@ class CombinedSchedule(Schedule):
     def _component_configs(self) -> list[dict[str, Any]]:
         """Returns the options of all components, as plain Python."""
         return [x.config() | {"of": x.fingerprint} for x in self._components]
-
-
-def change_steps(name: str, changes: Any) -> list[int]:
-    """Returns the steps from which each of several values holds."""
-    steps = list(changes) if isinstance(changes, Mapping) else []
-    if [check_integer(name, step) for step in steps] != sorted({0, *steps}):
-        raise ValueError(
-            f"`{name}={changes!r}`: pass a mapping from ascending steps, which starts "
-            f"with step 0: `{name}={{0: first, 1000: second}}`."
-        )
-    return steps

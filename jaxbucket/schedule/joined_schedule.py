@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxbucket.base.checks import check_integer
+from jaxbucket.base.checks import by_step, check_integer
 from jaxbucket.schedule.base import Schedule, check_step
-from jaxbucket.schedule.combined import CombinedSchedule, change_steps
+from jaxbucket.schedule.combined import CombinedSchedule
 
 
 class JoinedSchedule(CombinedSchedule):
@@ -59,12 +59,11 @@ class JoinedSchedule(CombinedSchedule):
     """
 
     def __init__(self, schedules: Mapping[int, Schedule]):
-        first_steps = change_steps("schedules", schedules)
-        super().__init__(schedules)
-        self.schedules = dict(schedules)
-        self._first_steps = first_steps
+        self.schedules = by_step("schedules", schedules)
+        super().__init__(self.schedules)
+        self._first_steps = list(self.schedules)
         first = self._components[0]
-        for step, schedule in schedules.items():
+        for step, schedule in self.schedules.items():
             if schedule.data_fingerprint != first.data_fingerprint:
                 raise ValueError(
                     f"`schedules[{step}]` has other lengths than `schedules[0]`. Pass "

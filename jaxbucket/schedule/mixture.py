@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxbucket.base.batch import BatchIndices
 from jaxbucket.base.checks import (
+    by_step,
     check_accumulate,
     check_float,
     check_positive,
@@ -21,7 +22,7 @@ from jaxbucket.base.checks import (
 from jaxbucket.base.table import Record, number_table
 from jaxbucket.schedule.base import Schedule, check_step
 from jaxbucket.schedule.batch_schedule import BatchSchedule
-from jaxbucket.schedule.combined import CombinedSchedule, change_steps
+from jaxbucket.schedule.combined import CombinedSchedule
 from jaxbucket.schedule.example_draws import BatchDraws
 from jaxbucket.schedule.spread import Turns
 
@@ -193,14 +194,8 @@ class Mixture(CombinedSchedule):
 
     def _by_step(self, weights: Weights) -> dict[int, list[float]]:
         """Returns step -> the weights of all components from this step on."""
-        by_step: Any = {0: weights}
-        # Names are strings.
-        if isinstance(weights, Mapping) and any(
-            not isinstance(x, str) for x in weights
-        ):
-            by_step = weights
-        steps = change_steps("weights", by_step)
-        return {step: self._listed(by_step[step]) for step in steps}
+        values = by_step("weights", weights)
+        return {step: self._listed(value) for step, value in values.items()}
 
     def _listed(self, weights: Any) -> list[float]:
         """Returns the weights of all components at some steps."""

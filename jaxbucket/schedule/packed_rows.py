@@ -12,7 +12,6 @@ otherwise hold the same examples in every epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from jaxbucket.base.batch import EMPTY_ROW
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_type
 from jaxbucket.base.permutation import fold, mix_each, permute, permute_each
-from jaxbucket.base.sizes import lengths_matrix, total_lengths
+from jaxbucket.base.sizes import total_lengths
 from jaxbucket.packing.rows import Packing
 from jaxbucket.schedule.balance import balance_rows
 from jaxbucket.schedule.recent import recent
@@ -227,16 +226,13 @@ def row_lengths(packing: Any, plan: BucketPlan) -> np.ndarray:
     """Returns the lengths of packed rows, `[R]`, or `[R, Q]` for Q sequences."""
     remedy = "Create one with `jb.packing.pack(lengths, max_seq_len)`."
     check_type("packing", packing, Packing, remedy)
-    lengths = packing.row_lengths
-    if isinstance(lengths, Mapping):
-        lengths = lengths_matrix(lengths, packing.sequences)
-    columns = lengths.reshape(packing.num_rows, -1)
+    parts = packing.row_parts
     if packing.sequences != plan.sequences or np.any(
-        cheapest(columns, plan.seq_lens, plan.costs / plan.batch_sizes) < 0
+        cheapest(parts, plan.seq_lens, plan.row_costs) < 0
     ):
         raise ValueError(
-            f"`packing` has rows of up to {columns.max(axis=0).tolist()} tokens, above "
+            f"`packing` has rows of up to {parts.max(axis=0).tolist()} tokens, above "
             f"{plan.buckets[-1]}, the last of `plan`. Plan for `packing.row_lengths` "
             "with `boundaries=packing.seq_lens`."
         )
-    return plan.unpacked.check(lengths)
+    return parts if packing.sequences else parts[:, 0]

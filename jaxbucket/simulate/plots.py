@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxbucket.plan.reports.plots import new_page
 from jaxbucket.simulate.simulation import PARTS, Simulation
 
 if TYPE_CHECKING:
@@ -24,10 +25,7 @@ def plot_simulation(simulation: Simulation, figure: Figure | None = None) -> Fig
     Lines are means over neighboring steps, so that buckets do not hide them. They are
     drawn on `figure`, by default on a new one.
     """
-    if figure is None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 8), layout="constrained")
+    figure = figure or new_page(10, 8)
     epochs = simulation.epochs.values()
     has_rates = any("learning_rate" in epoch.steps for epoch in epochs)
     names = ["tokens", *["learning_rate"] * has_rates]

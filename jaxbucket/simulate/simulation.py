@@ -22,8 +22,8 @@ PARTS = {
     "restarts": "after a fault, until steps go on",
 }
 _LEGEND = (
-    "Epoch: its predicted time; with faults the mean, which is above the range of 90% "
-    "of epochs if faults are rare. The other columns are shares of this time: "
+    "Epoch: its predicted time; with faults the mean, which can be above the range of "
+    "90% of epochs if faults are rare. The other columns are shares of this time: "
     + "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     + "."
 )
@@ -118,20 +118,19 @@ class Simulation(Record):
             for name, x in self.epochs.items()
         ]
         text = [*map(self._sentences, self.epochs), *self.legends]
-        table = number_table(names, rows, "\n".join(filter(None, text)))
-        first = table.columns[0]
-        first.justify, first.no_wrap, first.overflow = "left", False, "fold"
-        return table
+        caption = "\n".join(filter(None, text))
+        return number_table(names, rows, caption, named=True)
 
     def _sentences(self, name: str) -> str:
         epoch, sentences = self.epochs[name], []
         if epoch.checkpoint_steps is not None:
             low, high = map(format_duration, epoch.range)
+            time_of_most = low if low == high else f"{low} to {high}"
             between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
             time = format_duration(between)
             chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
             sentences.append(
-                f"90% of epochs take {low} to {high}, with a checkpoint every "
+                f"90% of epochs take {time_of_most}, with a checkpoint every "
                 f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
             )
         if epoch.balance is not None and self.cluster.num_devices > 1:

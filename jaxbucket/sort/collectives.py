@@ -5,9 +5,8 @@ Arrays `[D, ...]` are sharded over all devices, in the order of the devices.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -57,7 +56,7 @@ class Devices:
         # The bytes as uint32, which works on devices without jax_enable_x64.
         flat = [np.ascontiguousarray(part).reshape(1, -1) for part in parts]
         words = [part.view(np.uint32) for part in flat]
-        with self._as_current_mesh():
+        with jax.set_mesh(self.mesh), jax.disable_jit(False):
             gathered = _gather(self.mesh)(self._put(words))
         local = np.asarray(gathered.addressable_data(0))
         return local.view(parts[0].dtype).reshape(self.count, *parts[0].shape)
@@ -70,17 +69,11 @@ class Devices:
           device i.
         """
         words = [part.view(np.uint32) for part in parts]
-        with self._as_current_mesh():
+        with jax.set_mesh(self.mesh), jax.disable_jit(False):
             received = _exchange(self.mesh)(self._put(words))
         by_device = {x.device: x.data for x in received.addressable_shards}
         arrays = [np.asarray(by_device[self.devices[i]]) for i in self.local]
         return [array.view(parts[0].dtype) for array in arrays]
-
-    @contextlib.contextmanager
-    def _as_current_mesh(self) -> Iterator[None]:
-        """Sets the mesh and enables jit, overriding the settings of the caller."""
-        with jax.set_mesh(self.mesh), jax.disable_jit(False):
-            yield
 
 
 # Cached for each mesh, because a new jitted function would be compiled again.

@@ -129,7 +129,7 @@ def stream_batches(
 
 def _warn_of_small_batches(plan: BucketPlan) -> None:
     """Warns of a plan whose B are those of few lengths, such as of a sample."""
-    largest = max(bucket.num_tokens for bucket in plan.buckets)
+    largest = plan.largest_batch
     # Equal B may be those of `max_batch_size`.
     differ = len(set(plan.batch_sizes.tolist())) > 1
     if differ and isinstance(plan.max_tokens, int) and 2 * largest <= plan.max_tokens:
@@ -177,8 +177,7 @@ def sample_lengths(
     if isinstance(examples.sequences, Mapping):
         check_sequence_names("sequences", examples.sequences)
         names = sorted(examples.sequences)
-    limits = LengthLimits.unlimited(names, examples.sequences)
-    reader = StreamReader(examples, limits)
+    reader = StreamReader(examples, LengthLimits(tuple(names), examples.sequences))
     lengths = []
     first: list[Example] = []
     while len(lengths) < num_examples and (read := reader.read()):

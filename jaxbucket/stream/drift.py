@@ -30,8 +30,7 @@ class DriftMonitor:
 
     def __init__(self, is_packed: bool):
         self._is_packed = is_packed
-        self.lengths: collections.deque[ExampleLengths]
-        self.lengths = collections.deque(maxlen=_WINDOW)
+        self.lengths = collections.deque[ExampleLengths](maxlen=_WINDOW)
 
     def start(self, phase: Phase) -> None:
         """Starts to compare with another plan."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.plan.reports.epoch import row_lengths
+from jaxbucket.plan.chunks import row_lengths
 from jaxbucket.stream.bucket_sequence import rows_by_bucket
 
 # The sample is divided into so many parts, whose differences show the error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import json
@@ -18,7 +19,6 @@ from jaxbucket.base.notes import Noting
 from jaxbucket.base.position import DataPosition
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs
-from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drift import DriftMonitor
 from jaxbucket.stream.lockstep import Lockstep, Round
 from jaxbucket.stream.reader import PooledExample, Snapshot, StreamCounts
@@ -70,7 +70,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
     @property
     def counts(self) -> StreamCounts:
         """The numbers of examples read, dropped, truncated and split so far."""
-        return self._reader.counts.copy()
+        return copy.copy(self._reader.counts)
 
     def recent_lengths(self) -> Any:
         """Returns the lengths of the most recent examples, to plan with them.
@@ -185,8 +185,7 @@ class StreamIterator(grain.DatasetIterator[Batch]):
             return current.bucket(step, choice, phase, run.buckets_per_step)
         if not len(self._pool):
             # The remaining micro-batches of a started step are empty.
-            filler = phase.plan.buckets.index(filler_bucket(phase.plan))
-            return filler if is_started else None
+            return phase.plan.filler if is_started else None
         index, bucket = self._pool.oldest()
         waited = reader.counts.arrived - index
         if run.policy == "first" or waited > run.max_wait:

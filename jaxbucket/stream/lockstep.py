@@ -19,7 +19,6 @@ import numpy as np
 from jaxbucket.base.digest import digest
 from jaxbucket.base.position import entry_changes
 from jaxbucket.data.example import Example, Features, feature_specs
-from jaxbucket.plan.flow.remainder import filler_bucket
 from jaxbucket.stream.drain import cheapest_batches
 from jaxbucket.stream.loader import add_checksum
 from jaxbucket.stream.pool import Pool
@@ -75,7 +74,7 @@ class Round(NamedTuple):
                 return bucket
             index -= batches
         # The remaining micro-batches of the last step are empty.
-        return phase.plan.buckets.index(filler_bucket(phase.plan))
+        return phase.plan.filler
 
 
 class Lockstep:

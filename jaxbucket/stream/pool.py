@@ -97,8 +97,7 @@ class PaddedPool(Pool):
         shapes = list(enumerate(map(tuple, plan.seq_lens.tolist())))
         if plan.sequences:
             # As in `BucketPlan.assign`, the bucket with the cheapest row comes first.
-            row_costs = plan.costs / plan.batch_sizes
-            shapes = [shapes[k] for k in np.argsort(row_costs, kind="stable")]
+            shapes = [shapes[k] for k in np.argsort(plan.row_costs, kind="stable")]
         self._shapes = shapes
 
     def __len__(self) -> int:

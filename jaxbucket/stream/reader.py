@@ -74,9 +74,6 @@ class StreamCounts:
     checksum: int = 0
     ended: bool = False
 
-    def copy(self) -> StreamCounts:
-        return dataclasses.replace(self)
-
 
 class Snapshot(NamedTuple):
     """A point from which the stream can be read again.
@@ -156,13 +153,11 @@ class StreamReader:
 
     def _end_epoch(self) -> None:
         if not (self._epoch_has_example or self.allow_empty):
-            limits = self.limits
-            policies: Any = limits.policies[0]
-            if limits.names:
-                policies = dict(zip(limits.names, limits.policies, strict=True))
+            plan = self.limits.plan
+            kept = f" that is kept under `overlong={plan.overlong!r}`" if plan else ""
             raise ValueError(
-                f"Epoch {self._epoch} of the stream has no example that is kept under "
-                f"`overlong={policies!r}`. Check its source."
+                f"Epoch {self._epoch} of the stream has no example{kept}. Check its "
+                "source."
             )
         if self._epoch + 1 == self.examples.num_epochs:
             self.counts.ended = True
@@ -204,7 +199,7 @@ class StreamReader:
                 # No example arrived in between, so the new one replaces the last one.
                 self._snapshots.pop()
         state = copy.deepcopy(self._opened().get_state())
-        self._snapshots.append(Snapshot(*origin, self.counts.copy(), state))
+        self._snapshots.append(Snapshot(*origin, copy.copy(self.counts), state))
 
     def snapshot(self, index: int, read: int) -> Snapshot:
         """Returns the latest snapshot from which an example can be read again.
@@ -235,7 +230,7 @@ class StreamReader:
         self._epoch_has_example = snapshot.epoch_index > 0
         with Noting(_NOTE.format(self._epoch, self._epoch_index)):
             self._opened().set_state(copy.deepcopy(snapshot.state))
-        self.counts = snapshot.counts.copy()
+        self.counts = copy.copy(snapshot.counts)
         self._snapshots.append(snapshot)
 
     def close(self) -> None:

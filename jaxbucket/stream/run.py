@@ -10,24 +10,22 @@ import dataclasses
 import functools
 import json
 import math
-import numbers
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from jaxbucket.base.buckets import BucketPlan
-from jaxbucket.base.checks import check_choice, check_lengths, check_positive
+from jaxbucket.base.checks import by_step, check_choice, check_positive
 from jaxbucket.base.digest import digest
 from jaxbucket.base.permutation import fold
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.position import DataPosition
 from jaxbucket.base.process_group import ProcessGroup
 from jaxbucket.base.row_shard import RowShard
-from jaxbucket.base.sizes import Lengths
+from jaxbucket.base.sizes import Lengths, any_lengths
+from jaxbucket.plan.chunks import row_lengths
 from jaxbucket.plan.flow.dominance import fits
-from jaxbucket.plan.reports.epoch import row_lengths
 from jaxbucket.stream.bucket_sequence import BucketSequence, bucket_shares
 from jaxbucket.stream.examples import ExampleStream
 from jaxbucket.stream.overlong import LengthLimits
@@ -99,14 +97,14 @@ class StreamRun:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases, in the order of their first steps."""
-        plans, samples = _by_step(self.plan), _by_step(self.lengths)
-        if 0 not in plans or not all(isinstance(x, BucketPlan) for x in plans.values()):
+        plans, samples = by_step("plan", self.plan), by_step("lengths", self.lengths)
+        if not all(isinstance(x, BucketPlan) for x in plans.values()):
             kinds = {step: type(value).__name__ for step, value in plans.items()}
             raise ValueError(
                 f"`plan` has {kinds} by first steps. Pass a `BucketPlan`, or a dict "
                 "`{first step: plan}` that includes step 0."
             )
-        if len(samples) == 1 and 0 in samples:
+        if len(samples) == 1:
             samples = dict.fromkeys(plans, samples[0])
         if samples.keys() != plans.keys():
             raise ValueError(
@@ -116,8 +114,7 @@ class StreamRun:
         for step, plan in plans.items():
             _check_later_plan(step, plan, plans[0])
         return tuple(
-            _make_phase(step, plans[step], samples[step], self)
-            for step in sorted(plans)
+            _make_phase(step, plan, samples[step], self) for step, plan in plans.items()
         )
 
     @property
@@ -165,7 +162,7 @@ class StreamRun:
         plan, examples = self.phases[0].plan, self.examples
         return StreamReader(
             examples=examples,
-            limits=LengthLimits.of_plan(plan, examples.sequences),
+            limits=LengthLimits(plan.sequences, examples.sequences, plan),
             part=self.shard.parts[0],
             snapshot_every=max(1, self.pool_size // _SNAPSHOTS_PER_POOL),
             # A process's share may be empty, but an empty stream must not be repeated
@@ -239,14 +236,6 @@ class StreamRun:
         )
 
 
-def _by_step(value: Any) -> dict[int, Any]:
-    """Returns a mapping from first steps to values; a single value is for step 0."""
-    is_by_step = isinstance(value, Mapping) and all(
-        isinstance(key, numbers.Integral) for key in value
-    )
-    return {int(key): value[key] for key in value} if is_by_step else {0: value}
-
-
 def _check_later_plan(step: int, plan: BucketPlan, first: BucketPlan) -> None:
     """Raises a ValueError if a plan does not hold the examples of the first one."""
     before, after = first.seq_lens, plan.seq_lens
@@ -278,11 +267,8 @@ def _make_phase(
         )
     known = sample = sequence = None
     if lengths is not None:
-        if plan.sequences:
-            known = sample = plan.check(lengths)
-        else:
-            known = check_lengths(cast(ArrayLike, lengths))
-            sample = plan.check(row_lengths(plan, known))
+        known = any_lengths(lengths, plan.sequences)
+        sample = plan.check(row_lengths(plan, known))
     if sample is not None and not run.has_all_rows:
         shares = bucket_shares(plan, sample, run.max_segments)
         sequence = BucketSequence(shares, fold(run.examples.seed, step))

@@ -95,8 +95,11 @@ def test_rows_hold_every_example_within_the_capacities(seed):
     kinds, counts = np.unique(every, axis=0, return_counts=True)
     rooms, most = list(capacities.values()), cap or 10**6
     rows = []
-    for packer, room in ((fit_sequences, np.array([rooms])), (pooled_rows, rooms)):
-        patterns = packer(kinds, counts, room, most)
+    for packer, room, *limit in (
+        (fit_sequences, np.array([rooms])),
+        (pooled_rows, rooms, 10**6),
+    ):
+        patterns = packer(kinds, counts, room, most, *limit)
         slots = np.concatenate([np.tile(np.array(x.slots), x.rows) for x in patterns])
         assert np.bincount(slots, minlength=len(kinds)).tolist() == counts.tolist()
         for pattern in patterns:

@@ -59,24 +59,24 @@ def by_name(lengths):
 
 def kept_lengths(lengths, plan):
     """Returns the lengths in batches; None if dropped, "error" if refused."""
-    policies = [plan.policy(name) for name in plan.sequences]
     kept = []
-    for name, n, policy in zip(plan.sequences, lengths, policies, strict=True):
+    for name, n, policy in zip(plan.sequences, lengths, plan.policies, strict=True):
         longest = max(bucket.seq_len[name] for bucket in plan.buckets)
         if n > longest and policy == "error":
             return "error"
         kept.append(min(n, longest) if policy in TRUNCATING else n)
     if holding(kept, plan):
         return kept
-    return None if "drop" in policies else "error"
+    return None if "drop" in plan.policies else "error"
 
 
 def kept_part(index: int, lengths, plan) -> dict[str, np.ndarray]:
     """Returns the part of an example that is in a batch."""
     example = make_example(index, lengths)
     kept = kept_lengths(lengths, plan)
-    for name, n, size in zip(plan.sequences, lengths, kept, strict=True):
-        start = n - size if plan.policy(name) == "truncate_left" else 0
+    rows = zip(plan.sequences, lengths, kept, plan.policies, strict=True)
+    for name, n, size, policy in rows:
+        start = n - size if policy == "truncate_left" else 0
         for feature in (name, *SEQUENCES[name]):
             example[feature] = example[feature][start : start + size]
     return example

@@ -15,7 +15,6 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_choice
 from jaxbucket.plan.flow.between import search_targets
@@ -203,12 +202,6 @@ def epoch_cost(batches: np.ndarray, costs: np.ndarray) -> float:
         return (batches * costs).sum().item()
     pairs = zip(batches.tolist(), costs.tolist(), strict=True)
     return sum(number * cost for number, cost in pairs)
-
-
-def filler_bucket(plan: BucketPlan) -> Bucket:
-    """Returns the cheapest bucket, whose empty batches fill up an incomplete step."""
-    costs = dict(zip(plan.buckets, plan.costs.tolist(), strict=True))
-    return min(plan.buckets, key=lambda bucket: (costs[bucket], bucket.seq_len))
 
 
 def _flow(

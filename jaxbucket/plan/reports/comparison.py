@@ -56,23 +56,13 @@ class ComparedPlan:
     plan: BucketPlan
     report: Report
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows hold several examples."""
-        return self.report.packed_examples > 0
-
-    @property
-    def largest_batch(self) -> int:
-        """The largest B * T."""
-        return max(bucket.num_tokens for bucket in self.plan.buckets)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
         return {
             "name": self.name,
-            "packed": self.is_packed,
+            "packed": self.report.packed_examples > 0,
             "shapes": len(self.plan),
-            "largest_batch": self.largest_batch,
+            "largest_batch": self.plan.largest_batch,
             "largest_batch_size": int(self.plan.batch_sizes.max()),
             "plan": json.loads(self.plan.to_json()),
             "report": self.report.to_dict(),
@@ -206,11 +196,9 @@ class Comparison(Record):
             *(f"epoch\n({unit})", "times\nbest"),
         )
         rows = map(self._row, self.plans)
-        table = number_table(names, rows, f"{self.summary}\n{_LEGEND}")
-        first = table.columns[0]
-        # Long names wrap instead of being truncated, because they may be file names.
-        first.justify, first.no_wrap, first.overflow = "left", False, "fold"
-        first.max_width = _NAME_WIDTH
+        caption = f"{self.summary}\n{_LEGEND}"
+        table = number_table(names, rows, caption, named=True)
+        table.columns[0].max_width = _NAME_WIDTH
         return table
 
     def _row(self, compared: ComparedPlan) -> tuple[str, ...]:
@@ -222,7 +210,7 @@ class Comparison(Record):
             f"{epoch.padding:.1%}",
             f"{epoch.padding_in_empty_rows:.1%}",
             f"{epoch.steps_per_epoch:,}",
-            f"{compared.largest_batch:,}",
+            f"{compared.plan.largest_batch:,}",
             format_number(epoch.epoch_cost, epoch.cost_unit),
             "-" if self.is_of_other_data(compared) else over,
         )

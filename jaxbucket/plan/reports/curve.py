@@ -49,12 +49,8 @@ class CurvePoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all numbers as plain Python values."""
-        numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            "num_buckets": self.num_buckets,
-            **numbers,
-            "plan": json.loads(self.plan.to_json()),
-        }
+        plan = json.loads(self.plan.to_json())
+        return {"num_buckets": self.num_buckets, **vars(self), "plan": plan}
 
 
 @dataclasses.dataclass(frozen=True)

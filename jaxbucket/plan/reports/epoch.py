@@ -13,13 +13,11 @@ from jaxbucket.base.checks import check_accumulate, check_choice
 from jaxbucket.base.policies import GROUPS, Group
 from jaxbucket.base.sizes import Counted, each_size
 from jaxbucket.base.table import Record, format_cost, number_table
-from jaxbucket.plan.chunks import chunk_lengths
 from jaxbucket.plan.flow.remainder import (
     Remainder,
     RowFlow,
     epoch_cost,
     epoch_flow,
-    filler_bucket,
 )
 from jaxbucket.plan.tally import Tally
 
@@ -315,7 +313,7 @@ def report(
     padded = int(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row))
     in_rows = int(epoch_cost(flow.rows, plan.tokens_per_row))
     return Report(
-        buckets=_bucket_reports(plan, flow, batches, tokens),
+        buckets=_bucket_reports(plan, flow, batches, tokens, padded),
         steps_per_epoch=steps,
         examples=int(counts.sum() - flow.dropped.sum()),
         real_tokens=real,
@@ -329,7 +327,7 @@ def report(
         epoch_cost=epoch_cost(batches, plan.costs),
         cost_unit=plan.cost_unit,
         sequence_tokens=tokens_by_name(plan.sequences, kept),
-        wasteful_limits=tuple(_wasteful_limits(plan, flow, batches, together)),
+        wasteful_limits=tuple(_wasteful_limits(plan, flow, padded, together)),
         **tally.changes,
     )
 
@@ -341,23 +339,21 @@ def _steps(
     steps = -(-flow.num_batches * together // accumulate)
     batches = flow.batches * together
     # Empty batches complete the last step.
-    filler = plan.buckets.index(filler_bucket(plan))
-    batches[filler] += steps * accumulate - batches.sum()
+    batches[plan.filler] += steps * accumulate - batches.sum()
     return steps, batches
 
 
 def _wasteful_limits(
-    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, together: int
+    plan: BucketPlan, flow: RowFlow, padded: int, together: int
 ) -> Iterator[str]:
     """Yields a sentence about each limit of the plan that its examples do not need."""
-    largest = max(bucket.num_tokens for bucket in plan.buckets)
+    largest = plan.largest_batch
     if isinstance(plan.max_tokens, int) and largest * _MUCH_LESS <= plan.max_tokens:
         yield (
             f"No batch has more than {largest:,} of the {plan.max_tokens:,} positions "
             "that `max_tokens` allows."
         )
     multiple = plan.batch_size_multiple
-    padded = epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row)
     is_least = (plan.batch_sizes == multiple) & (flow.batches == 1)
     rows = (multiple * together - flow.rows) * plan.tokens_per_row
     empty = int(rows[is_least].sum())
@@ -368,17 +364,13 @@ def _wasteful_limits(
         )
 
 
-def row_lengths(plan: BucketPlan, lengths: np.ndarray) -> np.ndarray:
-    """Returns the lengths of rows: those of chunks if the plan splits examples."""
-    if plan.overlong != "split":
-        return lengths
-    return chunk_lengths(lengths, plan.max_seq_len)
-
-
 def _bucket_reports(
-    plan: BucketPlan, flow: RowFlow, batches: np.ndarray, tokens: np.ndarray
+    plan: BucketPlan,
+    flow: RowFlow,
+    batches: np.ndarray,
+    tokens: np.ndarray,
+    padded: int,
 ) -> tuple[BucketReport, ...]:
-    all_tokens = max(epoch_cost(batches, plan.batch_sizes * plan.tokens_per_row), 1)
     all_costs = epoch_cost(batches, plan.costs) or 1
     # Python's integers do not overflow.
     columns = (flow.counts, flow.carried, flow.rows, flow.dropped)
@@ -393,7 +385,7 @@ def _bucket_reports(
             empty_rows=number * bucket.batch_size - rows,
             left_over=left_over,
             padding=_padding_share(examples * bucket.tokens_per_row, real),
-            token_share=number * bucket.num_tokens / all_tokens,
+            token_share=number * bucket.num_tokens / max(padded, 1),
             cost_share=number * cost / all_costs,
         )
         for bucket, examples, carried, rows, left_over, number, real, cost in zip(

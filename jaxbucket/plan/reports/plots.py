@@ -68,8 +68,8 @@ def plot_plan(
     epoch = epoch or report(plan.unpacked, lengths)
     if isinstance(lengths, LengthCounts):
         lengths = lengths.spread(_MAX_POINTS)
-    real = np.sort(kept_lengths(lengths, plan.max_seq_len, plan.overlong)[:, 0])
-    real = real[np.linspace(0, len(real) - 1, min(len(real), _MAX_POINTS)).astype(int)]
+    kept = kept_lengths(lengths, plan.max_seq_len, plan.overlong)[:, 0]
+    real = LengthCounts(kept).spread(_MAX_POINTS)
     padded = plan.boundaries[plan.assign(real)]
     share = np.linspace(0, 100, len(real))
     longest = plan.max_seq_len
