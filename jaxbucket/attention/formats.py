@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from jaxbucket.attention.masks import attention_mask
 from jaxbucket.attention.targets import next_tokens, row_ids, shift_right, token_feature
 from jaxbucket.base.batch import Batch, check_is_batch
+from jaxbucket.base.checks import check_choice
 
 # Output name -> the name of a column below, "encoder." and such a name, or a function.
 BatchFormat: TypeAlias = Mapping[str, str | Callable[[Batch], Any]]
@@ -139,8 +140,7 @@ def convert_batch(
     """
     check_is_batch("batch", batch)
     if isinstance(names, str):
-        if names not in FORMATS:
-            raise ValueError(f"`names={names!r}`: pass one of {sorted(FORMATS)}.")
+        check_choice("names", names, sorted(FORMATS))
         names = FORMATS[names]
     if tokens is None:
         tokens = token_feature(batch, "tokens", (loss_weights, encoder))
@@ -197,38 +197,26 @@ def _columns(
         next_tokens, batch, name, sequence=sequence, loss_weights=loss_weights
     )
 
-    def tokens() -> Any:
-        return shifted().inputs
-
-    def targets() -> Any:
-        return shifted().targets
-
-    def weights() -> Any:
-        return shifted().weights
-
-    def is_target() -> Any:
-        return _as_int(shift_right(weights()) != 0)
-
-    def decoder_weights() -> Any:
-        return shifted(bos_token=bos_token).weights
-
-    return {
-        "tokens": tokens,
+    known: dict[str, Callable[[], Any]] = {
+        "tokens": lambda: shifted().inputs,
         "positions": lambda: positions,
         "segment_ids": lambda: ids,
         "mask": lambda: _as_int(ids > 0),
-        "targets": targets,
-        "weights": weights,
-        "target_segment_ids": lambda: ids * _as_int(weights() != 0),
-        "target_column": lambda: targets()[..., None],
-        "weight_column": lambda: weights()[..., None],
-        "is_target": is_target,
-        "labels": lambda: _labels(tokens(), is_target()),
+        "targets": lambda: shifted().targets,
+        "weights": lambda: shifted().weights,
+        "target_segment_ids": lambda: ids * _as_int(known["weights"]() != 0),
+        "target_column": lambda: known["targets"]()[..., None],
+        "weight_column": lambda: known["weights"]()[..., None],
+        "is_target": lambda: _as_int(shift_right(known["weights"]()) != 0),
+        "labels": lambda: _labels(known["tokens"](), known["is_target"]()),
         "decoder_inputs": lambda: shifted(bos_token=bos_token).inputs,
-        "decoder_weights": decoder_weights,
-        "decoder_labels": lambda: _labels(tokens(), _as_int(decoder_weights() != 0)),
+        "decoder_weights": lambda: shifted(bos_token=bos_token).weights,
+        "decoder_labels": lambda: _labels(
+            known["tokens"](), _as_int(known["decoder_weights"]() != 0)
+        ),
         "causal_mask": lambda: attention_mask(ids, positions)[:, 0],
     }
+    return known
 
 
 def _as_int(mask: Any) -> Any:

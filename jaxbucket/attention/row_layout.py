@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jaxbucket.base.batch import Batch
+from jaxbucket.base.row_shard import spec_names
 
 
 class RowLayout(NamedTuple):
@@ -49,7 +50,7 @@ def explicit_layout(x: jax.Array) -> RowLayout | None:
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    axes = (_names(entry) for entry in (*sharding.spec, None, None, None)[:3])
+    axes = (spec_names(entry) for entry in (*sharding.spec, None, None, None)[:3])
     return RowLayout(sharding.mesh, *axes)
 
 
@@ -61,15 +62,8 @@ def layout_of(batch: Any) -> RowLayout | None:
     if not isinstance(batch, Batch):
         return None
     leaf = next(iter(batch.segment_ids.values()))
-    sharding = None
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        sharding = getattr(leaf, "sharding", None)
+    sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return None
     rows, columns = (*sharding.spec, None, None)[:2]
-    return RowLayout(sharding.mesh, _names(rows), _names(columns))
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-    """Returns an entry of a `PartitionSpec` as a tuple."""
-    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+    return RowLayout(sharding.mesh, spec_names(rows), spec_names(columns))

@@ -1,10 +1,8 @@
 """Digests of bytes and of files."""
 
 import hashlib
-import os
-import pathlib
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import Any
 
 
 def digest(*parts: bytes | memoryview) -> str:
@@ -20,15 +18,10 @@ def digest_all(parts: Iterable[bytes | memoryview]) -> str:
     return state.hexdigest()
 
 
-def file_digest(path: str | os.PathLike[str]) -> str:
-    """Returns the BLAKE2b digest of a file, 32 hex digits."""
-    with pathlib.Path(path).open("rb") as file:
-        return stream_digest(file)
-
-
-def stream_digest(file: IO[bytes]) -> str:
-    """Returns the BLAKE2b digest of the rest of an open file, 32 hex digits."""
-    return hashlib.file_digest(file, _new_state).hexdigest()  # pyright: ignore
+def file_digest(path: Any) -> str:
+    """Returns the BLAKE2b digest of the file at a `Path`, 32 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _new_state).hexdigest()  # pyright: ignore
 
 
 def _new_state() -> Any:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxbucket.base.checks import check_integer, check_type
+from jaxbucket.base.checks import check_integer
 
 _FINGERPRINT = "fingerprint"
 # The number of processes of a stream, None if it is unknown; absent for a schedule.
@@ -136,9 +136,3 @@ def _is_same(a: Any, b: Any) -> bool:
     """Returns whether two values have the same JSON, in which NaNs are equal."""
     first, second = (json.dumps(x, sort_keys=True, default=str) for x in (a, b))
     return first == second
-
-
-def check_position(position: Any) -> None:
-    """Raises a ValueError unless `position` is a `DataPosition`."""
-    remedy = "Pass that of `Checkpoints.restore` or `MeshLoader.position`."
-    check_type("position", position, DataPosition, remedy)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -159,3 +160,8 @@ def checked_shard(shard: RowShard | None) -> RowShard:
         return RowShard()
     check_type("shard", shard, RowShard, "Pass `jb.sharding.local_rows(mesh)`.")
     return shard
+
+
+def spec_names(axes: Any) -> tuple[str, ...]:
+    """Returns an entry of a `PartitionSpec` as a tuple."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())

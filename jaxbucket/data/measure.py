@@ -119,12 +119,10 @@ def measure_lengths(
       ValueError: if the source is empty, if an example has no positive length in any
         sequence, if a feature is nested, if `length_fn` has names that `sequences`
         lacks, if a feature lacks an axis, if `share` is no part or `cache_key` or
-        `cache` is missing, or if processes measure different sources or do not share
-        `cache`.
+        `cache` is missing, or if processes measure different sources.
       RuntimeError: if a worker process dies.
     """
-    is_single = not isinstance(sequences, Mapping)
-    is_single = is_single and share is None
+    is_single = share is None and not isinstance(sequences, Mapping)
     if length_fn is None and is_single and isinstance(source, TokenSource):
         check_sequences(source, cast(Sequence[str] | None, sequences))
         return source.lengths
@@ -266,7 +264,6 @@ def _length_functions(length_fn: Any, sequences: Sequences) -> dict[str | None, 
     names: Sequence[str | None] = []
     if isinstance(sequences, Mapping):
         check_sequence_names("sequences", sequences)
-        axis_labels(sequences)
         names = list(sequences)
     elif length_fn is None:
         names = [None]

@@ -18,7 +18,7 @@ from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.checks import check_integer, check_positive, check_type
 from jaxbucket.base.digest import digest
 from jaxbucket.base.padding import PadValue
-from jaxbucket.base.position import DataPosition, check_position
+from jaxbucket.base.position import DataPosition
 from jaxbucket.base.row_shard import RowShard, checked_shard
 from jaxbucket.data.example import Sequences, Transform, copy_features
 from jaxbucket.data.reader import BatchReader, FeatureTemplate, MixtureReader
@@ -168,7 +168,7 @@ class BatchDataset(grain.MapDataset[Batch]):
         For a mixture with names, name -> such an example of a component.
         """
         if isinstance(self._reader, MixtureReader):
-            return {x: copy_features(y) for x, y in self._reader.like.items()}
+            return {x.component: copy_features(x.example) for x in self.templates}
         return copy_features(self._reader.like)
 
     @property
@@ -242,7 +242,8 @@ class BatchDataset(grain.MapDataset[Batch]):
             `pad_value` or the name of the transform differs, naming each change; if the
             run ends before the position; or if `position` is not a `DataPosition`.
         """
-        check_position(position)
+        remedy = "Pass that of `Checkpoints.restore` or `MeshLoader.position`."
+        check_type("position", position, DataPosition, remedy)
         # Compared first: the end of a different run would be a misleading error.
         position.check_same(self.position(position.step))
         if position.step > self._end:

@@ -276,23 +276,13 @@ class MixtureReader:
         return digest(*(x.contents.encode() for x in self.readers.values()))
 
     @property
-    def like(self) -> dict[str, Example]:
-        """Name -> the template for the features of a component."""
-        return self._each("like")
-
-    @property
     def templates(self) -> list[FeatureTemplate]:
         """The features of the batches of each component."""
-        templates = self._each("templates").items()
-        return [x._replace(component=name) for name, each in templates for x in each]
-
-    def _each(self, attribute: str) -> dict[str, Any]:
-        """Returns name -> an attribute of the reader of this component."""
-        values = {}
+        templates = []
         for name, reader in self.readers.items():
             with Noting(_COMPONENT.format(name)):
-                values[name] = getattr(reader, attribute)
-        return values
+                templates += [x._replace(component=name) for x in reader.templates]
+        return templates
 
     def describe(self) -> dict[str, Any]:
         """Returns the options of all components, as plain Python for JSON."""

@@ -9,7 +9,6 @@ few fixed pages, which are compared whenever the token file is opened.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -67,16 +66,17 @@ class TokenFile(TokenSource):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path).absolute()
-        self._index = _read_index(self.path)
+        index = _read_index(self.path)
+        self.fingerprint = _fingerprint(index)
         self.arrays = {
             name: _map_array(_array_path(self.path, name), digests)
-            for name, digests in self._index["files"].items()
+            for name, digests in index["files"].items()
         }
         offsets = self.arrays.pop(_OFFSETS)
         self._starts, self._ends = offsets[:-1], offsets[1:]
         self.num_tokens = int(offsets[-1])
         self.files = (self,)
-        self.sequences = tuple(self._index["sequences"])
+        self.sequences = tuple(index["sequences"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers map the files again: a pickled memory map would contain all the data.
@@ -84,11 +84,6 @@ class TokenFile(TokenSource):
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {len(self)} examples)"
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """32 hex digits that identify the contents."""
-        return _fingerprint(self._index)
 
 
 def _reopen(path: pathlib.Path, fingerprint: str) -> TokenFile:

@@ -307,15 +307,13 @@ def _job_config(
         "mesh axes": list(mesh.shape.items()),
         "mesh devices": [device.id for device in mesh.devices.flat],
         "step": position.step,
-        **_prefixed("plan", position.plan),
-        **_prefixed("data", position.data),
-        **_prefixed("schedule", position.schedule),
+        **{
+            f"{part} {name.replace('_', ' ')}": value
+            for part in ("plan", "data", "schedule")
+            for name, value in getattr(position, part).items()
+        },
         **extra,
     }
-
-
-def _prefixed(part: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{part} {name.replace('_', ' ')}": x for name, x in fields.items()}
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -180,13 +179,13 @@ def scale_by_batch_size(
     ) -> tuple[optax.Updates, Any]:
         del state, params
         factor = factor_of(extra)
-        updates = jax.tree.map(functools.partial(_multiplied, factor), updates)
+        updates = jax.tree.map(lambda x: multiplied(factor, x).astype(x.dtype), updates)
         return updates, ScaleByBatchSizeState(factor.astype(jnp.float32))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _multiplied(factor: jax.Array, update: jax.Array) -> jax.Array:
-    # Multiplied in float32, because the factor alone may overflow half precision.
-    wide = at_least_float32(update)
-    return (wide * factor.astype(wide.dtype)).astype(update.dtype)
+def multiplied(factor: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns the product in float32 or wider: either may overflow half precision."""
+    x = at_least_float32(x)
+    return x * factor.astype(x.dtype)

@@ -236,21 +236,15 @@ def learning_rate_at(
       tokens_before: the number of their real tokens.
       **sizes: `num_examples`, `num_tokens`, `num_rows` or `weight` of the batch.
     """
-    rate: Any
+    factor: Any = 1
     if isinstance(schedule, ScaledSchedule):
-        rate = schedule.factor(sizes) * learning_rate_at(
-            schedule.schedule,
-            step,
-            examples_before=examples_before,
-            tokens_before=tokens_before,
-            **sizes,
-        )
-    elif isinstance(schedule, WorkSchedule):
+        schedule, factor = schedule.schedule, schedule.factor(sizes)
+    if isinstance(schedule, WorkSchedule):
         before = tokens_before if schedule.work == "tokens" else examples_before
-        rate = schedule(WorkScheduleState(*_high_and_low(np.asarray(before))))
+        rate: Any = schedule(WorkScheduleState(*_high_and_low(np.asarray(before))))
     else:
         rate = schedule(step) if callable(schedule) else schedule
-    return float(rate)
+    return float(factor * rate)
 
 
 def warmup_inverse_sqrt_schedule(

@@ -7,6 +7,7 @@ rows cut into equal parts over the last batch axes, the *row axes*.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.checks import check_positive, check_type
-from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
+from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors, spec_names
 from jaxbucket.compile.absent import Device, default_devices, is_absent
 
 Axes: TypeAlias = str | Sequence[str] | PartitionSpec | None
@@ -86,11 +87,8 @@ def batch_sharding(
       ValueError: if the mesh lacks one of the axes, or its devices cannot divide the
         bucket.
     """
-    rows, columns = _divided_axes(mesh, batch_axes)
-    names = rows + columns
-    cut = 1
-    if bucket is not None:
-        cut = _shard_of(mesh, batch_axes, (0,)).cut(bucket)
+    shard = _row_shard(mesh, batch_axes)
+    names, cut = shard.axes, 1 if bucket is None else shard.cut(bucket)
     first = len(names)
     while cut > 1:
         first -= 1
@@ -101,44 +99,36 @@ def batch_sharding(
 
 def axis_names(mesh: Mesh, batch_axes: Axes) -> tuple[str, ...]:
     """Returns the batch axes, including row axes, as a tuple."""
-    rows, columns = _divided_axes(mesh, batch_axes)
-    return rows + columns
+    return _row_shard(mesh, batch_axes).axes
 
 
-def _divided_axes(
-    mesh: Mesh, batch_axes: Axes
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the axes that only shard rows, and the row axes."""
+def _row_shard(mesh: Mesh, batch_axes: Axes) -> RowShard:
+    """Returns how a mesh shards rows, with the first of their parts."""
     check_mesh(mesh)
-    columns: Any = ()
+    entries: Any = (batch_axes,)
     if batch_axes is None:
-        rows: Any = _DATA_AXIS
-        columns = tuple(
-            name
-            for name in mesh.axis_names
-            if name.startswith(_ROW_AXIS) and name[len(_ROW_AXIS) :].isdigit()
+        entries = (
+            _DATA_AXIS,
+            [
+                name
+                for name in mesh.axis_names
+                if name.startswith(_ROW_AXIS) and name[len(_ROW_AXIS) :].isdigit()
+            ],
         )
     elif isinstance(batch_axes, PartitionSpec):
-        if len(batch_axes) > 2:
-            raise ValueError(
-                f"`batch_axes={batch_axes}` has more entries than one for rows and one "
-                "for row axes. Pass `PartitionSpec(rows, (row_axis, row_axis))`."
-            )
-        rows, columns = (*batch_axes, None, None)[:2]
-    else:
-        rows = batch_axes
-    rows, columns = (
-        (axes,) if isinstance(axes, str) else tuple(axes or ())
-        for axes in (rows, columns)
-    )
+        entries = batch_axes
+    rows, columns, *others = map(spec_names, (*entries, None, None))
     names = rows + columns
     known = [name for name in names if name in mesh.axis_names]
-    if not names or len(set(known)) < len(names):
+    if not names or len(set(known)) < len(names) or any(others):
         raise ValueError(
             f"`batch_axes={batch_axes!r}`, but the mesh has axes {mesh.axis_names}. "
-            "Pass one or more of them, without repetition."
+            "Pass one or more of them, without repetition; with row axes, "
+            "`PartitionSpec(rows, (row_axis, row_axis))`."
         )
-    return rows, columns
+    num_parts = math.prod(mesh.shape[name] for name in names)
+    cuts = cuts_of([mesh.shape[name] for name in columns])
+    return RowShard((0,), num_parts, names, cuts)
 
 
 def check_mesh(mesh: Any) -> None:
@@ -176,26 +166,17 @@ def rows_of_devices(
     mesh: Mesh, devices: Iterable[Device], batch_axes: Axes = None
 ) -> RowShard:
     """Returns the rows of every global batch that some devices of the mesh hold."""
-    names = axis_names(mesh, batch_axes)
-    num_parts = math.prod(mesh.shape[name] for name in names)
+    shard = _row_shard(mesh, batch_axes)
     # In an array with one row per part, the row of a device is the index of its part.
-    sharding = NamedSharding(mesh, PartitionSpec(names))
-    indices = sharding.devices_indices_map((num_parts,))
-    parts = {indices[device][0].indices(num_parts)[0] for device in devices}
+    sharding = NamedSharding(mesh, PartitionSpec(shard.axes))
+    indices = sharding.devices_indices_map((shard.num_parts,))
+    parts = {indices[device][0].indices(shard.num_parts)[0] for device in devices}
     if not parts:
         raise ValueError(
             "No device of the mesh belongs to this process. Build the mesh from "
             "`jax.devices()`, the devices of all processes."
         )
-    return _shard_of(mesh, batch_axes, tuple(sorted(parts)))
-
-
-def _shard_of(mesh: Mesh, batch_axes: Axes, parts: tuple[int, ...]) -> RowShard:
-    """Returns some of the parts of the rows that a mesh shards."""
-    rows, columns = _divided_axes(mesh, batch_axes)
-    num_parts = math.prod(mesh.shape[name] for name in rows + columns)
-    cuts = cuts_of([mesh.shape[name] for name in columns])
-    return RowShard(parts, num_parts, rows + columns, cuts)
+    return dataclasses.replace(shard, parts=tuple(sorted(parts)))
 
 
 def replicate(tree: _T, mesh: Mesh) -> _T:

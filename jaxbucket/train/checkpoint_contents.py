@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.tree_util import keystr
 
-from jaxbucket.base.digest import stream_digest
+from jaxbucket.base.digest import file_digest
 from jaxbucket.train.state import TrainState
 
 _State = TypeVar("_State")
@@ -249,7 +249,6 @@ def _digests(folder: epath.Path) -> dict[str, str]:
     digests = {}
     for parent, _, names in folder.walk():
         for name in {*names} - _UNSEALED:
-            with (parent / name).open("rb") as file:
-                path = str((parent / name).relative_to(folder))
-                digests[path] = stream_digest(file)
+            path = str((parent / name).relative_to(folder))
+            digests[path] = file_digest(parent / name)
     return digests

@@ -44,7 +44,8 @@ def _origins(jaxpr: Jaxpr) -> list[int | None]:
         # The arguments and results of these equations are those of the function
         # inside, in the same order.
         if not isinstance(inner, Jaxpr) or (len(inner.invars), len(inner.outvars)) != (
-            *(len(eqn.invars), len(eqn.outvars)),
+            len(eqn.invars),
+            len(eqn.outvars),
         ):
             continue
         for index, position in enumerate(_origins(inner)):
@@ -63,12 +64,8 @@ def _is_kept(eqn: JaxprEqn, inner: Jaxpr, position: int, index: int) -> bool:
     """
     if eqn.primitive.name != "scan":
         return True
-    sliced_arguments = [
-        _is_sliced(*x) for x in zip(eqn.invars, inner.invars, strict=True)
-    ]
-    sliced_results = [
-        _is_sliced(*x) for x in zip(eqn.outvars, inner.outvars, strict=True)
-    ]
+    sliced_arguments = list(map(_is_sliced, eqn.invars, inner.invars))
+    sliced_results = list(map(_is_sliced, eqn.outvars, inner.outvars))
     if sliced_results[index]:
         return sliced_arguments[position]
     num_carried = sliced_results.count(False)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxbucket.base.batch import Batch
-from jaxbucket.optim.batch_size import at_least_float32
+from jaxbucket.optim.batch_size import multiplied
 from jaxbucket.train.loss import LossFn, Metrics, call_loss
-from jaxbucket.train.state import TrainState, checked_state
+from jaxbucket.train.state import TrainState
 from jaxbucket.train.variables import Values, by_path, call_model, warn_if_not_returned
 
 _PARAMETER_REMEDY = (
@@ -51,8 +51,6 @@ def gradient_sums(
     """
 
     def sums(state: TrainState, batch: Batch, keys: jax.Array | None) -> Any:
-        checked_state(state)
-
         def call(model: Any) -> tuple[tuple[jax.Array, Metrics], Any]:
             loss_sum, sums, returned = call_loss(loss_fn, model, batch, keys)
             warn_if_not_returned(state.variables, returned)
@@ -75,7 +73,7 @@ def gradient_sums(
         exponent = _cotangent_exponent(sums["weight"], loss_sum.dtype)
         (grads,) = pull_back(_power_of_two(exponent).astype(loss_sum.dtype))
         undo = _power_of_two(-exponent)
-        grads = jax.tree.map(functools.partial(_times, undo), grads)
+        grads = jax.tree.map(functools.partial(multiplied, undo), grads)
         if variables:
             # Statistics of a batch without examples are not finite.
             is_empty, old = batch.num_tokens == 0, by_path(state.variables)
@@ -95,9 +93,8 @@ def _cotangent_exponent(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     A cotangent of 1 gives the gradient of the sum, and 1 / weight the gradient of the
     mean. Scaling by a power of two is exact.
     """
-    # Read the exponent from the bits of float32, because logarithms may be inexact.
-    bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.int32)
-    floor_log2 = ((bits >> 23) & 0xFF) - 127
+    # Logarithms may be inexact.
+    floor_log2 = jnp.frexp(weight.astype(jnp.float32))[1] - 1
     exponent = jnp.clip(floor_log2, _LEAST, _MOST) - floor_log2
     usable = (weight > 0) & jnp.isfinite(weight)
     # Neither the factor nor its inverse may be subnormal: devices flush those to zero.
@@ -108,9 +105,3 @@ def _cotangent_exponent(weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def _power_of_two(exponent: jax.Array) -> jax.Array:
     """Returns 2**exponent as float32, which must be a normal number."""
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
-def _times(factor: jax.Array, grad: jax.Array) -> jax.Array:
-    """Returns the product in float32 or wider."""
-    grad = at_least_float32(grad)
-    return grad * factor.astype(grad.dtype)

@@ -102,10 +102,6 @@ class JitStep:
         """Traces and lowers the step for arguments of these shapes."""
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the shapes and dtypes of the results."""
-        return self._jitted.eval_shape(*args, **kwargs)
-
     def _layout(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         *states, batch = self._signature.bind(*args, **kwargs).args
         if self._check is not None:
