@@ -129,11 +129,21 @@ class Simulation(Record):
             between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
             time = format_duration(between)
             chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
+            if chosen and not self.cluster.checkpoint_seconds:
+                chosen = " (they take no time; pass `checkpoint_seconds`)"
             sentences.append(
                 f"90% of epochs take {time_of_most}, with a checkpoint every "
                 f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
             )
-        if epoch.balance is not None and self.cluster.num_devices > 1:
+        number = self.cluster.num_devices
+        uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
+        if uneven:
+            sentences.append(
+                f"B of {len(uneven)} shapes, such as {uneven[0]}, is no multiple of "
+                f"the {number:,} devices, so several of these must share a row. If "
+                f"they do not, plan with `batch_size_multiple={number}`."
+            )
+        if epoch.balance is not None and number > 1:
             sentences.append(
                 f"The device with most real tokens has {epoch.balance:.2f} times the "
                 "mean."

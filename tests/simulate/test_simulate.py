@@ -286,6 +286,9 @@ def test_several_plans_are_side_by_side():
     simulation = simulate({"four": PLAN, "one $": one}, LENGTHS, CLUSTER)
     text = str(simulation)
     assert "four" in text and "one $" in text
+    assert "batch_size_multiple" not in text
+    large = dataclasses.replace(CLUSTER, num_hosts=64)
+    assert "`batch_size_multiple=64`" in str(simulate(PLAN, LENGTHS, large))
     numbers = json.loads(simulation.to_json())
     assert numbers["four"]["seconds"] < numbers["one $"]["seconds"]
     assert numbers["four"]["steps"]["step"][0] == 0
