@@ -29,7 +29,6 @@ def precompile(
     executables: str | os.PathLike[str] | None = None,
     executables_key: str = "",
     workers: int | None = None,
-    progress: bool = True,
 ) -> tuple[CompileReport, dict[str, str]]:
     """Compiles every shape of a plan, including those after one that fails.
 
@@ -48,15 +47,13 @@ def precompile(
       recipe: called with the plan and the arguments.
       plan: the plan with the shapes to compile.
       *arguments: arguments of the job, passed on to the recipe.
-      executables, executables_key, workers, progress: as for `compile_steps`.
+      executables, executables_key, workers: as for `compile_steps`.
 
     Returns:
       The seconds and bytes of each program; and the programs that did not compile, name
       and bucket -> the first line of the error.
     """
-    options = CompileOptions(
-        workers, executables, executables_key, progress, keep_going=True
-    )
+    options = CompileOptions(workers, executables, executables_key, keep_going=True)
     if executables is not None:
         make_writable(executables)
     programs, failures = [], {}

@@ -37,9 +37,10 @@ def with_empty_rows(batch: Batch, count: int) -> Batch:
 
 def with_other_padding(batch: Batch, sequences: PaddedFeatures) -> Batch:
     """Returns the batch with its padding replaced by real values of other positions."""
-    features = {}
-    for name, x in batch.features.items():
-        features[name] = _refilled(x, _real_entries(batch, name, sequences))
+    features = {
+        name: _refilled(x, _real_entries(batch, name, sequences))
+        for name, x in batch.features.items()
+    }
     return batch._replace(features=features)
 
 

@@ -147,9 +147,9 @@ class MeshLoader:
         to_mesh = ToMesh(self.mesh, self.batch_axes, self.schedule.buckets)
         batches = iterate(self._load(self.dataset).map(to_mesh))
         self._waiting = Waiting()
-        if not self._prefetch:
-            return self._waiting.during(batches)
-        return self._waiting.during(in_thread(batches, self._prefetch))
+        if self._prefetch:
+            batches = in_thread(batches, self._prefetch)
+        return self._waiting.during(batches)
 
     @property
     def data_wait(self) -> float:
