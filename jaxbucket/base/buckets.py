@@ -139,7 +139,7 @@ class BucketPlan:
         if not all(before < after for before, after in pairs):
             raise ValueError(
                 f"`buckets` has the seq_lens {self.seq_lens.tolist()}. Sort the "
-                "buckets by strictly increasing `seq_len`."
+                "buckets by strictly increasing `seq_len`, each of which comes once."
             )
 
     def _check_limits(self) -> None:

@@ -127,13 +127,15 @@ class Simulation(Record):
             low, high = map(format_duration, epoch.range)
             time_of_most = low if low == high else f"{low} to {high}"
             between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
-            time = format_duration(between)
+            every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
+            checkpoints = f"a checkpoint every {every}"
+            if epoch.checkpoint_steps >= epoch.report.steps_per_epoch:
+                checkpoints = "no checkpoint before its end"
             chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
             if chosen and not self.cluster.checkpoint_seconds:
                 chosen = " (they take no time; pass `checkpoint_seconds`)"
             sentences.append(
-                f"90% of epochs take {time_of_most}, with a checkpoint every "
-                f"{epoch.checkpoint_steps:,} steps ({time}){chosen}."
+                f"90% of epochs take {time_of_most}, with {checkpoints}{chosen}."
             )
         number = self.cluster.num_devices
         uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
