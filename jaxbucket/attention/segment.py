@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -146,11 +146,16 @@ def _window(
     if local_window_size is None:
         return None, None
     sizes = local_window_size
-    is_pair = isinstance(sizes, tuple | list) and len(sizes) == 2
-    pair: Any = sizes if is_pair else (sizes, sizes)
-    before, after = (
-        check_integer("local_window_size", x, least=0, most=2**31 - 1) for x in pair
-    )
+    pair = sizes if isinstance(sizes, tuple | list) else (sizes, sizes)
+    try:
+        before, after = (
+            check_integer("local_window_size", x, least=0, most=2**31 - 1) for x in pair
+        )
+    except ValueError:
+        raise ValueError(
+            f"`local_window_size={sizes!r}`: pass an int from 0 to 2**31 - 1, or two, "
+            "for the keys before and after a query."
+        ) from None
     return before, after
 
 
