@@ -141,9 +141,9 @@ class Simulation(Record):
         uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
         if uneven:
             sentences.append(
-                f"B of {len(uneven)} of the shapes, such as {uneven[0]}, is no multiple "
-                f"of the {number:,} devices, so several of these must share a row. If "
-                f"they do not, plan with `batch_size_multiple={number}`."
+                f"B of {len(uneven)} of the shapes, such as {uneven[0]}, is no "
+                f"multiple of the {number:,} devices, so several of these must share "
+                f"a row. If they do not, plan with `batch_size_multiple={number}`."
             )
         if epoch.balance is not None and number > 1:
             sentences.append(
