@@ -98,14 +98,14 @@ class LengthCounts:
 
 
 def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.ndarray]:
-    numbers = np.array(list(counts.values()))
-    if numbers.dtype.kind not in "iu" or not numbers.any() or (numbers < 0).any():
+    lengths, numbers = np.array(list(counts)), np.array(list(counts.values()))
+    is_counted = lengths.dtype.kind in "iu" and numbers.dtype.kind in "iu"
+    if not is_counted or not numbers.any() or (numbers < 0).any():
         raise ValueError(
-            f"`{name}` is a mapping with the values {list(counts.values())[:8]}. Pass "
+            f"`{name}` is a mapping with the items {[*counts.items()][:4]}. Pass integers, "
             "length -> number of examples, or the name of each sequence -> lengths [N]."
         )
-    used = [length for length, number in counts.items() if number]
-    return check_lengths(np.array(used), name), numbers[numbers > 0]
+    return check_lengths(lengths[numbers > 0], name), numbers[numbers > 0]
 
 
 def _counted(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

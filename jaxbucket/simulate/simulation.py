@@ -124,8 +124,9 @@ class Simulation(Record):
     def _sentences(self, name: str) -> str:
         epoch, sentences = self.epochs[name], []
         if epoch.checkpoint_steps is not None:
-            low, high = map(format_duration, epoch.range)
-            time_of_most = low if low == high else f"{low} to {high}"
+            time_of_most = " to ".join(map(format_duration, epoch.range))
+            if epoch.range[0] == epoch.range[1]:
+                time_of_most = f"{format_duration(epoch.range[0])}, without a fault"
             between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
             every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
             checkpoints = f"a checkpoint every {every}"
@@ -141,9 +142,9 @@ class Simulation(Record):
         uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
         if uneven:
             sentences.append(
-                f"B of {len(uneven)} of the shapes, such as {uneven[0]}, is no "
-                f"multiple of the {number:,} devices, so several of these must share "
-                f"a row. If they do not, plan with `batch_size_multiple={number}`."
+                f"B, of all hosts together, is no multiple of the {number:,} devices in "
+                f"{len(uneven)} of the shapes, such as {uneven[0]}. Plan with "
+                f"`batch_size_multiple={number}`, unless devices share rows."
             )
         if epoch.balance is not None and number > 1:
             sentences.append(

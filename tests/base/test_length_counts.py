@@ -49,6 +49,7 @@ def test_spread_lengths_are_those_at_equal_distances_in_sorted_order(number):
         {-3: 1},
         {2**31: 1},
         {1.5: 1},
+        {"128": 5},
         {"source": [1, 2], "target": [3, 4]},
         [],
         [0, 1],
