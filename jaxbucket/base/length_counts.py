@@ -102,8 +102,9 @@ def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.nd
     is_counted = lengths.dtype.kind in "iu" and numbers.dtype.kind in "iu"
     if not is_counted or not numbers.any() or (numbers < 0).any():
         raise ValueError(
-            f"`{name}` is a mapping with the items {[*counts.items()][:4]}. Pass integers, "
-            "length -> number of examples, or the name of each sequence -> lengths [N]."
+            f"`{name}` is a mapping with the items {[*counts.items()][:4]}. Pass "
+            "integers, length -> number of examples, or the name of each sequence -> "
+            "lengths [N]."
         )
     return check_lengths(lengths[numbers > 0], name), numbers[numbers > 0]
 

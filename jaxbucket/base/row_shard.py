@@ -124,19 +124,29 @@ class RowShard:
         return (starts + np.arange(size)).reshape(-1)
 
 
-def prime_factors(number: int) -> list[int]:
-    """Returns the prime factors of a number in ascending order.
+def row_axes(max_row_shards: int, num_devices: int | None = None) -> list[int]:
+    """Returns the sizes of the row axes of a mesh: the prime factors of their product.
 
     Example:
-      >>> prime_factors(12)
+      >>> row_axes(12)
       [2, 2, 3]
+
+    Args:
+      max_row_shards: the largest number of devices that may share a row.
+      num_devices: the devices of the mesh, if they are known.
+
+    Raises:
+      ValueError: if `max_row_shards` is not positive, or does not divide the devices.
     """
-    factors, factor = [], 2
+    number, factors = check_positive("max_row_shards", max_row_shards), []
+    if num_devices is not None and num_devices % number:
+        raise ValueError(
+            f"`max_row_shards={max_row_shards}` must divide the number of devices, "
+            f"{num_devices}."
+        )
     while number > 1:
-        while number % factor == 0:
-            factors.append(factor)
-            number //= factor
-        factor += 1
+        factors.append(next(i for i in itertools.count(2) if number % i == 0))
+        number //= factors[-1]
     return factors
 
 

@@ -91,7 +91,7 @@ class Executables:
         start = time.perf_counter()
         try:
             checksum, _, content = path.read_bytes().partition(b"\n")
-            if checksum != _checksum(path, content):
+            if checksum != _file_digest(path, content):
                 raise ValueError("it is damaged, or not from jaxbucket")
             header, _, body = content.partition(b"\n")
             costs = ProgramReport(**json.loads(header)["report"])
@@ -141,7 +141,7 @@ class Executables:
             content = json.dumps(header).encode() + b"\n" + body
             # Other processes may write the same file.
             with complete(path) as draft:
-                draft.write_bytes(_checksum(path, content) + b"\n" + content)
+                draft.write_bytes(_file_digest(path, content) + b"\n" + content)
             return saved
         except OSError as error:
             # The same text for all programs, so that Python shows it once.
@@ -271,7 +271,7 @@ def _difference(others: Sequence[dict[str, str]], facts: dict[str, str]) -> str:
     return f"{programs} for {had}; this job has {has}"
 
 
-def _checksum(path: pathlib.Path, content: bytes) -> bytes:
+def _file_digest(path: pathlib.Path, content: bytes) -> bytes:
     # With the name, so that a renamed file is not taken for another program.
     return digest(path.name.encode(), content).encode()
 

@@ -116,7 +116,7 @@ def fit_batch_sizes(
         of memory.
     """
     devices = default_devices()
-    limit = _checked_limit(memory_bytes, margin, devices[0])
+    limit = _limit_bytes(memory_bytes, margin, devices[0])
     multiples = len(devices) if batch_size_multiple is None else batch_size_multiple
     if isinstance(seq_lens, int) or not len(seq_lens):
         raise ValueError(f"`seq_lens={seq_lens!r}`: pass one T or more, in a list.")
@@ -156,9 +156,7 @@ def fit_batch_sizes(
     return FittedBatchSizes(tuple(sizes), limit)
 
 
-def _checked_limit(
-    memory_bytes: float | None, margin: float, device: Any
-) -> int | None:
+def _limit_bytes(memory_bytes: float | None, margin: float, device: Any) -> int | None:
     """Returns the bytes that programs may use, or None for what XLA accepts."""
     margin = check_float("margin", margin, least=0.0, most=0.99)
     if memory_bytes is not None:

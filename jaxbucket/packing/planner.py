@@ -21,7 +21,7 @@ from jaxbucket.packing.row_choice import (
     separation,
 )
 from jaxbucket.packing.row_search import RowSearch
-from jaxbucket.packing.rows import Packing, check_cap
+from jaxbucket.packing.rows import Packing, cap_of
 from jaxbucket.packing.vector_best_fit import MAX_CAPACITY
 from jaxbucket.plan.costs import CostFn, TokenCost
 from jaxbucket.plan.limits import Budget, Limits
@@ -193,7 +193,7 @@ def plan_packing(
     """
     check_choice("pack", pack, PACK_CHOICES)
     num_buckets = check_positive("num_buckets", num_buckets)
-    cap = check_cap(max_segments_per_row)
+    cap = cap_of(max_segments_per_row)
     limits = Limits(
         max_tokens=max_tokens,
         max_seq_len=max_seq_len,

@@ -196,7 +196,7 @@ def pack(
     """
     shapes = row_shapes(max_seq_len)
     kept = kept_lengths(lengths, shapes[-1], overlong)
-    return pack_kept(kept, shapes, check_cap(max_segments_per_row))
+    return pack_kept(kept, shapes, cap_of(max_segments_per_row))
 
 
 def pack_kept(
@@ -285,7 +285,7 @@ def _slots(patterns: Iterable[Pattern]) -> np.ndarray:
     return np.concatenate([*pieces, np.array(few, np.int32)])
 
 
-def check_cap(max_segments_per_row: int | None) -> int:
+def cap_of(max_segments_per_row: int | None) -> int:
     """Returns the maximum number of examples in a row."""
     if max_segments_per_row is None:
         return MAX_LENGTH

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from jaxbucket.base.checks import check_positive
 from jaxbucket.base.length_counts import LengthCounts
-from jaxbucket.base.row_shard import cuts_of, prime_factors
+from jaxbucket.base.row_shard import cuts_of, row_axes
 
 
 def device_limits(
@@ -44,13 +44,8 @@ def device_limits(
         `num_devices`.
     """
     num_devices = check_positive("num_devices", num_devices)
-    cuts = _cuts(max_row_shards)
+    cuts = cuts_of(row_axes(max_row_shards, num_devices))
     tokens = check_positive("tokens_per_device", tokens_per_device)
-    if num_devices % cuts[-1]:
-        raise ValueError(
-            f"`max_row_shards={max_row_shards}` must divide `num_devices="
-            f"{num_devices}`."
-        )
 
     def multiple(seq_len: Any) -> int:
         needed = sum(seq_len.values()) if hasattr(seq_len, "values") else seq_len
@@ -93,7 +88,7 @@ def row_shard_shares(
     values, numbers = counted.lengths, counted.counts
     all_tokens = (values * numbers).sum()
     tokens = check_positive("tokens_per_device", tokens_per_device)
-    cuts = np.array(_cuts(max_row_shards))
+    cuts = np.array(cuts_of(row_axes(max_row_shards)))
     place = np.minimum(np.searchsorted(cuts * tokens, values), len(cuts) - 1)
     return [
         {
@@ -106,7 +101,3 @@ def row_shard_shares(
         }
         for k, cut in enumerate(cuts.tolist())
     ]
-
-
-def _cuts(max_row_shards: int) -> tuple[int, ...]:
-    return cuts_of(prime_factors(check_positive("max_row_shards", max_row_shards)))

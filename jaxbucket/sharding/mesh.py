@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxbucket.base.bucket import Bucket
-from jaxbucket.base.checks import check_positive, check_type
-from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors, spec_names
+from jaxbucket.base.checks import check_type
+from jaxbucket.base.row_shard import RowShard, cuts_of, row_axes, spec_names
 from jaxbucket.compile.absent import Device, default_devices, is_absent
 
 Axes: TypeAlias = str | Sequence[str] | PartitionSpec | None
@@ -53,12 +53,7 @@ def data_mesh(
       ValueError: if `max_row_shards` does not divide the number of devices.
     """
     devices = default_devices() if devices is None else devices
-    factors = prime_factors(check_positive("max_row_shards", max_row_shards))
-    if len(devices) % max_row_shards:
-        raise ValueError(
-            f"`max_row_shards={max_row_shards}` must divide the number of devices, "
-            f"{len(devices)}."
-        )
+    factors = row_axes(max_row_shards, len(devices))
     names = (_DATA_AXIS, *(f"{_ROW_AXIS}{i + 1}" for i in range(len(factors))))
     # Explicit axes, the default in some releases, make a plain embedding lookup fail.
     types = (AxisType.Auto,) * len(names)

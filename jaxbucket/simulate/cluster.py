@@ -18,7 +18,7 @@ from jaxbucket.plan.costs import SECONDS, CostFn
 Measured: TypeAlias = float | ArrayLike
 # Normally distributed numbers by their shares, which are below 1.
 _QUANTILE, _MOST = statistics.NormalDist().inv_cdf, 1 - 1e-16
-_SECONDS_PER_HOUR = 3600.0
+_SECONDS_PER_HOUR, _LEAST_HOURS = 3600.0, 1e-6
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,15 +78,11 @@ class Cluster:
                 object.__setattr__(self, name, check_positive(name, value))
         for name in ("compile_seconds", "restart_seconds", "checkpoint_seconds"):
             check_float(name, getattr(self, name), least=0)
-        for name in ("skew", "row_seconds", "hours_between_faults"):
+        least = {"skew": 0.0, "row_seconds": 0.0, "hours_between_faults": _LEAST_HOURS}
+        for name in least:
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _checked(name, value))
-        hours = self.hours_between_faults
-        if hours is not None and not np.all(hours):
-            raise ValueError(
-                "`hours_between_faults` has a 0. Pass positive hours, or None."
-            )
+                object.__setattr__(self, name, _checked(name, value, least[name]))
 
     @property
     def num_devices(self) -> int:
@@ -158,14 +154,14 @@ class Cluster:
         return rng.exponential(self.mean_fault_gap, number)
 
 
-def _checked(name: str, value: Any) -> float | np.ndarray:
-    """Returns a number from 0, or `[n]` of them."""
+def _checked(name: str, value: Any, least: float) -> float | np.ndarray:
+    """Returns a number from `least`, or `[n]` of them."""
     values = np.asarray(value)
     if values.ndim == 0:
-        return check_float(name, value, least=0)
+        return check_float(name, value, least=least)
     is_valid = values.ndim == 1 and values.size and values.dtype.kind in "iuf"
-    if not is_valid or not np.isfinite(values).all() or (values < 0).any():
+    if not is_valid or not np.isfinite(values).all() or (values < least).any():
         raise ValueError(
-            f"`{name}={value!r}`: pass a number from 0, or [n] finite numbers from 0."
+            f"`{name}={value!r}`: pass a number, or [n] finite numbers, from {least}."
         )
     return values.astype(np.float64)

@@ -142,7 +142,7 @@ class Simulation(Record):
         uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
         if uneven:
             sentences.append(
-                f"B, of all hosts together, is no multiple of the {number:,} devices in "
+                f"B, that of all hosts, is no multiple of the {number:,} devices in "
                 f"{len(uneven)} of the shapes, such as {uneven[0]}. Plan with "
                 f"`batch_size_multiple={number}`, unless devices share rows."
             )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxbucket as jb
-from jaxbucket.base.row_shard import RowShard, cuts_of, prime_factors
+from jaxbucket.base.row_shard import RowShard, cuts_of, row_axes
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(6, 1.4, 4000), 16_383)
 
@@ -22,9 +22,7 @@ def test_every_bucket_fits_on_the_devices(num_devices, cost_fn):
     plan = jb.plan_buckets(
         lengths, num_buckets=8, overlong="truncate", cost_fn=cost_fn, **limits
     )
-    shard = RowShard(
-        tuple(range(num_devices)), num_devices, cuts=cuts_of(prime_factors(8))
-    )
+    shard = RowShard(tuple(range(num_devices)), num_devices, cuts=cuts_of(row_axes(8)))
     for bucket in plan.buckets:
         cut = shard.cut(bucket)
         rows = shard.of(bucket).part_size(bucket.batch_size)
