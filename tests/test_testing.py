@@ -374,6 +374,19 @@ def test_a_loss_that_is_not_a_sum_over_rows_is_reported(loss, message):
     assert re.search(message, str(error.value)), error.value
 
 
+def a_mean_over_real_rows(params, batch, keys):
+    loss_sum, weight, _ = squared_loss(params, batch, keys)
+    return loss_sum / jnp.maximum(weight, 1), jnp.sign(weight)
+
+
+@pytest.mark.parametrize("loss", [contrastive, a_mean_over_real_rows])
+def test_both_halves_of_a_batch_with_few_examples_have_some(loss):
+    batch = batch_of_floats(num_examples=3)
+    assert batch.row_mask.tolist() == [True] * 3 + [False] * 5
+    with pytest.raises(AssertionError, match="two halves"):
+        check_loss(loss, PARAMS, batch)
+
+
 TABLES = {
     "embedding": np.random.default_rng(2).normal(size=(20, 6)).astype("f4"),
     "places": np.random.default_rng(3).normal(size=(8, 6)).astype("f4"),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.checks import check_lengths, check_positive
 
 # Up to this length, lengths are counted in a table.
 _MAX_TABLE = 1 << 24
@@ -69,6 +69,18 @@ class LengthCounts:
     def num_examples(self) -> int:
         """The number of examples."""
         return int(self.counts.sum())
+
+    def times(self, number: int) -> LengthCounts:
+        """Returns the counts of so many times the examples, such as of a sample.
+
+        Example:
+          >>> LengthCounts([3, 10, 3]).times(1000)
+          LengthCounts(3000 examples of 2 lengths from 3 to 10)
+        """
+        counts = check_positive("number", number) * self.counts
+        return LengthCounts(
+            dict(zip(self.lengths.tolist(), counts.tolist(), strict=True))
+        )
 
     def split(self, max_seq_len: int) -> LengthCounts:
         """Returns the counts of the chunks of examples that are split.

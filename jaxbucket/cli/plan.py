@@ -95,7 +95,7 @@ def plan(
     LENGTHS is a file of any kind that `jaxbucket measure` reads. If you repeat
     --column, each column is a sequence with lengths of its own. A plan has shapes
     (B, T): batches of B rows of T tokens. If you use --pack, call
-    `jb.packing.pack(lengths, [bucket.seq_len for bucket in plan.buckets],
+    `jb.packing.pack(lengths, [x.seq_len for x in plan.buckets],
     overlong=plan.overlong)` in the training job to fill the rows.
     """
     check_outputs([lengths], output=output, plot=plot)

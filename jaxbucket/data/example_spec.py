@@ -58,7 +58,8 @@ class ExampleSpec:
         if not self._groups:
             raise ValueError(
                 f"The example has no sequence feature among {sorted(self.arrays)}. Add "
-                "one with an entry per token, `[n, ...]`, or name one in `sequences`."
+                "one with an entry per token, `[n, ...]`, such as a tokenized text, or "
+                "name one in `sequences`."
             )
         self.axes: dict[str, tuple[str, ...]] = {}
         for name, features in self._groups.items():

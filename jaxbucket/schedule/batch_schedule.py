@@ -143,8 +143,9 @@ class BatchSchedule(Schedule):
         self.plans = (plan,)
         if plan.packed and packing is None:
             raise ValueError(
-                "`plan` is for packed rows. Pass the `packing` that was planned with "
-                "it, or use `plan.unpacked` to have one example per row."
+                "`plan` is for packed rows. Pass `packing=jb.packing.pack(lengths, "
+                "[x.seq_len for x in plan.buckets], overlong=plan.overlong)`, or use "
+                "`plan.unpacked` to have one example per row."
             )
         columns, self.subset = _selected(plan, lengths, subset)
         whole = SharedArray.of(lengths)

@@ -124,9 +124,9 @@ class Simulation(Record):
     def _sentences(self, name: str) -> str:
         epoch, sentences = self.epochs[name], []
         if epoch.checkpoint_steps is not None:
-            time_of_most = " to ".join(map(format_duration, epoch.range))
+            takes = " to ".join(map(format_duration, epoch.range))
             if epoch.range[0] == epoch.range[1]:
-                time_of_most = f"{format_duration(epoch.range[0])}, without a fault"
+                takes = f"{format_duration(epoch.range[0])}, as they have no fault"
             between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
             every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
             checkpoints = f"a checkpoint every {every}"
@@ -135,9 +135,7 @@ class Simulation(Record):
             chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
             if chosen and not self.cluster.checkpoint_seconds:
                 chosen = " (they take no time; pass `checkpoint_seconds`)"
-            sentences.append(
-                f"90% of epochs take {time_of_most}, with {checkpoints}{chosen}."
-            )
+            sentences.append(f"90% of epochs take {takes}, with {checkpoints}{chosen}.")
         number = self.cluster.num_devices
         uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
         if uneven:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxbucket.base.batch import Batch
 from jaxbucket.base.bucket import Bucket
 from jaxbucket.base.notes import Noting
-from jaxbucket.base.position import DataPosition
+from jaxbucket.base.position import DataPosition, entry_changes
 from jaxbucket.data.collate import collate_rows
 from jaxbucket.data.example import Example, example_from_specs
 from jaxbucket.stream.drift import DriftMonitor
@@ -327,12 +327,11 @@ class StreamIterator(grain.DatasetIterator[Batch]):
                 self._put(found)
         # By itself, the reader finds the end only when it reads on.
         self._reader.counts.ended = counts.ended
-        is_same = self._reader.counts == counts
-        if not is_same or len(self._pool) != len(pending):
-            raise ValueError(
-                f"The stream has changed: it had {counts}, and now has "
-                f"{self._reader.counts}. {_REMEDY}"
-            )
+        now = dataclasses.asdict(self._reader.counts)
+        changes = entry_changes("its", dataclasses.asdict(counts), now).values()
+        if changes or len(self._pool) != len(pending):
+            which = ", ".join(changes) or "an example is missing"
+            raise ValueError(f"The stream has changed: {which}. {_REMEDY}")
         self._failure = None
 
     def close(self) -> None:

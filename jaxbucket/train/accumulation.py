@@ -197,7 +197,8 @@ def _checked(micro_batches: Any) -> Sequence[Batch]:
     if isinstance(micro_batches, Batch) or not micro_batches:
         raise ValueError(
             f"`micro_batches` is a {type(micro_batches).__name__}. Pass a tuple of at "
-            "least one `jaxbucket.Batch`, as yielded by a schedule with `accumulate`."
+            "least one `jaxbucket.Batch`, as yielded by a schedule with `accumulate`, "
+            "or make a step without `accumulate`, as `calibrate` needs."
         )
     for number, batch in enumerate(micro_batches):
         check_is_batch(f"micro_batches[{number}]", batch)

@@ -62,6 +62,16 @@ def test_what_are_no_counts_is_refused(counts):
         LengthCounts(counts)
 
 
+def test_so_many_times_the_examples():
+    counts = LengthCounts([3, 1, 3])
+    many = counts.times(10**9)
+    np.testing.assert_array_equal(many.counts, 10**9 * counts.counts)
+    np.testing.assert_array_equal(many.lengths, counts.lengths)
+    for number in (0, -1, 1.5, 2**60, 2**62 - 1):
+        with pytest.raises(ValueError):
+            counts.times(number)
+
+
 @pytest.mark.parametrize(
     "options",
     [
