@@ -107,7 +107,8 @@ def check_sequence_names(argument: str, values: Mapping[Any, Any]) -> None:
     if len(values) < 2 or not all(isinstance(name, str) for name in values):
         raise ValueError(
             f"`{argument}` is a mapping with the sequences {list(values)}. Pass at "
-            "least two names of features, or for one sequence the value itself."
+            "least two names of features, for one sequence the value itself, or counts "
+            "of lengths as `jb.LengthCounts`."
         )
 
 

@@ -382,8 +382,9 @@ class Limits:
             budget = int(self._of_shapes("max_tokens", seq_lens)[bad])
         raise ValueError(
             f"`max_tokens={budget!r}` does not hold {least} row{'s' * (least > 1)} of "
-            f"`seq_len={self.named(seq_lens)[bad]!r}`. Raise it to {needed}, or lower "
-            "`max_seq_len`, `batch_size_multiple` or `min_batch_size`."
+            f"`seq_len={self.named(seq_lens)[bad]!r}`. Raise it to {needed}, for all "
+            "devices together, or lower `max_seq_len`, `batch_size_multiple` or "
+            "`min_batch_size`."
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ PARTS = {
     "lost": "steps are repeated after a fault",
     "restarts": "after a fault, until steps go on",
 }
+# Steps with so many times the tokens of those that were timed are far from them.
+_FAR = 4
 _LEGEND = (
     "Epoch: its predicted time; with faults the mean, which can be above the range of "
     "90% of epochs if faults are rare. The other columns are shares of this time: "
@@ -117,36 +121,45 @@ class Simulation(Record):
             )
             for name, x in self.epochs.items()
         ]
-        text = [*map(self._sentences, self.epochs), *self.legends]
-        caption = "\n".join(filter(None, text))
+        remarks = {x: [*_sentences(y, self.cluster)] for x, y in self.epochs.items()}
+        text = [f"{name}: {' '.join(x)}" for name, x in remarks.items() if x]
+        caption = "\n".join([*text, *self.legends])
         return number_table(names, rows, caption, named=True)
 
-    def _sentences(self, name: str) -> str:
-        epoch, sentences = self.epochs[name], []
-        if epoch.checkpoint_steps is not None:
-            takes = " to ".join(map(format_duration, epoch.range))
-            if epoch.range[0] == epoch.range[1]:
-                takes = f"{format_duration(epoch.range[0])}, as they have no fault"
-            between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
-            every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
-            checkpoints = f"a checkpoint every {every}"
-            if epoch.checkpoint_steps >= epoch.report.steps_per_epoch:
-                checkpoints = "no checkpoint before its end"
-            chosen = "" if self.cluster.checkpoint_steps else ", which loses least"
-            if chosen and not self.cluster.checkpoint_seconds:
-                chosen = " (they take no time; pass `checkpoint_seconds`)"
-            sentences.append(f"90% of epochs take {takes}, with {checkpoints}{chosen}.")
-        number = self.cluster.num_devices
-        uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
-        if uneven:
-            sentences.append(
-                f"B, that of all hosts, is no multiple of the {number:,} devices in "
-                f"{len(uneven)} of the shapes, such as {uneven[0]}. Plan with "
-                f"`batch_size_multiple={number}`, unless devices share rows."
-            )
-        if epoch.balance is not None and number > 1:
-            sentences.append(
-                f"The device with most real tokens has {epoch.balance:.2f} times the "
-                "mean."
-            )
-        return f"{name}: {' '.join(sentences)}" if sentences else ""
+
+def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
+    """Yields what the table does not say about an epoch."""
+    if epoch.checkpoint_steps is not None:
+        low, high = map(format_duration, epoch.range)
+        takes = f"90% of epochs take {low} to {high}"
+        if epoch.range[0] == epoch.range[1]:
+            takes = f"At least 90% of epochs have no fault and take {low}"
+        between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
+        every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
+        checkpoints = f"a checkpoint every {every}"
+        if epoch.checkpoint_steps >= epoch.report.steps_per_epoch:
+            checkpoints = "no checkpoint before its end"
+        chosen = "" if cluster.checkpoint_steps else ", which loses least"
+        if chosen and not cluster.checkpoint_seconds:
+            chosen = " (they take no time; pass `checkpoint_seconds`)"
+        yield f"{takes}, with {checkpoints}{chosen}."
+    number = cluster.num_devices
+    uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
+    if uneven:
+        yield (
+            f"B, that of all hosts, is no multiple of the {number:,} devices in "
+            f"{len(uneven)} of the shapes, such as {uneven[0]}. Plan with "
+            f"`batch_size_multiple={number}`, unless devices share rows."
+        )
+    timed = getattr(cluster.step_seconds, "measured", None)
+    largest = max(bucket.num_tokens for bucket in epoch.plan.buckets)
+    factor = largest / max((math.prod(shape) for shape in timed or ()), default=largest)
+    if factor > _FAR:
+        yield (
+            f"Its steps have up to {factor:,.0f} times the tokens of those that were "
+            "timed. Pass times of global batches: B is that of all hosts."
+        )
+    if epoch.balance is not None and number > 1:
+        yield (
+            f"The device with most real tokens has {epoch.balance:.2f} times the mean."
+        )

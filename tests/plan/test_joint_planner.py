@@ -121,7 +121,7 @@ def test_the_remedy_for_a_budget_is_sufficient(seed):
     budget = 5 if seed % 2 else {"source": 20, "target": 1}
     with pytest.raises(ValueError, match="does not hold") as error:
         jb.plan_buckets(lengths, max_tokens=budget, **options)
-    remedy = re.search(r"to (.*), or lower", str(error.value))
+    remedy = re.search(r"to (.*), for all", str(error.value))
     assert remedy is not None
     jb.plan_buckets(lengths, max_tokens=ast.literal_eval(remedy[1]), **options)
 

@@ -287,6 +287,13 @@ def test_several_plans_are_side_by_side():
     text = str(simulation)
     assert "four" in text and "one $" in text
     assert "batch_size_multiple" not in text
+    timed = jb.plan.StepTime.fit({jb.Bucket(1, 8): 1.0})
+    one_host = dataclasses.replace(CLUSTER, step_seconds=timed)
+    words = " ".join(str(simulate(PLAN, LENGTHS, one_host)).split())
+    assert "times the tokens of those that were timed" in words
+    all_hosts = jb.plan.StepTime.fit(dict.fromkeys(PLAN.buckets, 1.0))
+    one_host = dataclasses.replace(CLUSTER, step_seconds=all_hosts)
+    assert "timed" not in str(simulate(PLAN, LENGTHS, one_host))
     large = dataclasses.replace(CLUSTER, num_hosts=64)
     assert "`batch_size_multiple=64`" in str(simulate(PLAN, LENGTHS, large))
     numbers = json.loads(simulation.to_json())
