@@ -75,18 +75,21 @@ def make_loss(attend, *, is_causal):
     return loss_fn
 
 
-def make_schedule(*, packed):
-    if not packed:
-        return jb.BatchSchedule(PLAN, LENGTHS, seed=3)
+def make_schedule(plan):
+    if plan is not None:
+        return jb.BatchSchedule(plan, LENGTHS, seed=3)
     limits = jb.plan.device_limits(8, 32, max_row_shards=8)
     choice = jb.plan_packing(LENGTHS, pack="always", num_buckets=4, **limits)
     return jb.BatchSchedule(choice.plan, LENGTHS, packing=choice.packing, seed=3)
 
 
-def train(mesh, attend, *, is_causal=True, packed=False, sharded=False, num_steps=50):
-    """Returns losses, gradient norms, parameters and the layouts of the batches."""
+def train(mesh, attend, *, is_causal=True, plan=PLAN, sharded=False, num_steps=50):
+    """Returns losses, gradient norms, parameters and the layouts of the batches.
+
+    Rows are packed if there is no plan.
+    """
     tx = optax.adam(1e-2)
-    schedule = make_schedule(packed=packed)
+    schedule = make_schedule(plan)
     batches = jb.MeshLoader(SOURCE, schedule, mesh, sequences=["tokens"])
     sharding = jb.sharding.fully_sharded(mesh) if sharded else None
     state = jb.create_state(make_params(), tx, mesh, sharding=sharding)
@@ -138,23 +141,24 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("is_causal", "packed", "sharded"),
+    ("is_causal", "plan", "sharded"),
     [
-        (False, False, True),
+        (False, jb.BucketPlan.from_shapes(SHAPES[1::2]), True),
+        pytest.param(False, PLAN, True, marks=SLOW),
         # Causal attention over padded rows is that of two processes, below.
-        pytest.param(True, True, False, marks=SLOW),
+        pytest.param(True, None, False, marks=SLOW),
     ],
 )
-def test_steps_equal_those_of_one_device(is_causal, packed, sharded):
+def test_steps_equal_those_of_one_device(is_causal, plan, sharded):
     mesh = jb.data_mesh(max_row_shards=8)
-    options = {"is_causal": is_causal, "packed": packed}
+    options = {"is_causal": is_causal, "plan": plan}
     result, params, layouts = train(
         mesh, jb.segment_attention, sharded=sharded, **options
     )
-    if packed:
+    if plan is None:
         assert any(len(spec) == 2 for spec in layouts.values())
     else:
-        assert layouts == LAYOUTS
+        assert layouts == {str(x): LAYOUTS[str(x)] for x in plan.buckets}
     expected, expected_params, _ = on_one_device(**options)
     np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-13)
     for name, value in expected_params.items():

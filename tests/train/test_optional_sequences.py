@@ -106,7 +106,9 @@ def float64():
         yield
 
 
-@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize(
+    "mode", ["jit", pytest.param("shard_map", marks=pytest.mark.exhaustive), "pmap"]
+)
 def test_updates_equal_those_of_examples_without_padding(mode, float64):
     source, params = make_source(seed=1, size=14, longest=3), params_of(1)
     mesh = jb.data_mesh(jax.devices()[:2])

@@ -141,7 +141,11 @@ def test_a_shape_with_different_features_has_a_program_for_each(mesh, accumulate
 
 @pytest.mark.parametrize(
     ("accumulate", "mode", "compiled"),
-    [(2, "jit", True), (3, "shard_map", False), (4, "pmap", True)],
+    [
+        (2, "jit", True),
+        (3, "shard_map", False),
+        pytest.param(4, "pmap", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_update_may_have_components_with_different_features(
     mesh, accumulate, mode, compiled
