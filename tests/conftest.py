@@ -9,7 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 # These variables are set before jax is imported, because its backend reads them once.
@@ -38,20 +38,24 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Lets the processes that tests start compile quickly.
+    """Lets tests, and the processes that they start, compile quickly.
 
     They share a compilation cache, with those of other workers of pytest-xdist too, and
-    have no slow XLA optimizations. The test process itself is not affected: its jax has
-    already read the environment.
+    have no slow XLA optimizations.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     folder /= "compiled"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_disable_most_optimizations": True,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 @pytest.fixture
@@ -229,11 +233,3 @@ def random_problem(seed: int) -> Problem:
 def problem(request: pytest.FixtureRequest) -> Problem:
     """One of 24 random problems; 15 of them only run in the exhaustive tests."""
     return random_problem(request.param)
-
-
-@pytest.fixture
-def few_optimizations() -> Iterator[None]:
-    """Disables slow XLA optimizations."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

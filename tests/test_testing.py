@@ -32,8 +32,6 @@ from jaxbucket.attention import token_weights
 from jaxbucket.data import RowShard, collate_rows
 from jaxbucket.testing import check_batches, check_loss, check_step
 
-pytestmark = pytest.mark.usefixtures("few_optimizations")
-
 
 def source_of(lengths: np.ndarray) -> list[dict[str, np.ndarray]]:
     """Examples of given lengths, identified by a feature `index`."""

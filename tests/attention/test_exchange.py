@@ -12,7 +12,6 @@ import jaxbucket as jb
 from jaxbucket.attention.row_layout import RowLayout, row_layout
 from jaxbucket.data.collate import row_segments
 
-pytestmark = pytest.mark.usefixtures("few_optimizations")
 EXHAUSTIVE = pytest.mark.exhaustive
 IDS = row_segments(np.array([[20, 30], [40, 24], [64, 0], [0, 0]]), 64)[0]
 CUTS = {

@@ -11,7 +11,7 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch, few_optimizations):
+def example(monkeypatch: pytest.MonkeyPatch):
     """Imports an example from its folder."""
     monkeypatch.syspath_prepend(EXAMPLES)
     # The compiled steps of other tests warn of compilations while they exist.

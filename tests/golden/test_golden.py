@@ -52,7 +52,7 @@ def test_a_plan_has_the_shapes_of_earlier_versions(name, lengths, num_buckets):
 @pytest.mark.parametrize(
     "mode", ["jit", *(pytest.param(x, marks=SLOW) for x in ("shard_map", "pmap"))]
 )
-def test_training_has_the_losses_of_earlier_versions(mode, few_optimizations):
+def test_training_has_the_losses_of_earlier_versions(mode):
     with jax.numpy_dtype_promotion("standard"):
         losses = golden.losses(mode)
     np.testing.assert_allclose(losses, GOLDEN["losses"], rtol=1e-4)

@@ -223,7 +223,7 @@ def norm(tree):
     return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
 
 
-def test_packed_and_padded_pairs_have_the_same_loss_and_gradients(few_optimizations):
+def test_packed_and_padded_pairs_have_the_same_loss_and_gradients():
     shapes = [{"inputs": 32, "targets": 16}, {"inputs": 64, "targets": 32}]
     rng = np.random.default_rng(0)
     lengths = {"inputs": rng.integers(1, 30, 40), "targets": rng.integers(1, 9, 40)}

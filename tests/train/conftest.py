@@ -1,4 +1,4 @@
-"""Faster compilation for the tests of steps, which import `step_cases`."""
+"""Lets the tests of steps import `step_cases`."""
 
 import pathlib
 import sys
@@ -7,11 +7,6 @@ import jax
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly(few_optimizations: None) -> None:
-    """Disables most optimizations, because these tests mostly compile."""
 
 
 @pytest.fixture
