@@ -34,6 +34,8 @@ def as_arrays(example: Example) -> dict[str, np.ndarray]:
 
 
 def _as_array(name: str, value: ArrayLike) -> np.ndarray:
+    if type(value) is np.ndarray:
+        return value
     if np.ma.is_masked(value):
         raise ValueError(
             f"Feature {name!r} is a masked array, and a batch cannot store its mask. "

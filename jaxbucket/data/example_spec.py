@@ -50,17 +50,8 @@ class ExampleSpec:
         if names:
             self._groups = features_by_sequence(sequences, names, self.arrays)
         else:
-            listed = cast(Sequence[str] | None, sequences)
-            if listed is None:
-                listed = [name for name, x in self.arrays.items() if x.ndim]
-            listed = listed_names(listed)
-            self._groups = {x: dict.fromkeys(listed, 0) for x in listed[:1]}
-        if not self._groups:
-            raise ValueError(
-                f"The example has no sequence feature among {sorted(self.arrays)}. Add "
-                "one with an entry per token, `[n, ...]`, such as a tokenized text, or "
-                "name one in `sequences`."
-            )
+            features = _features_of_one(sequences, self.arrays)
+            self._groups = {next(iter(features)): features}
         self.axes: dict[str, tuple[str, ...]] = {}
         for name, features in self._groups.items():
             _check_axes(self.arrays, features)
@@ -123,14 +114,30 @@ def sequence_length(sequences: Sequences, name: str | None, example: Example) ->
         this sequence are looked at.
       example: a dict of arrays.
     """
-    if name is None:
-        (length,) = ExampleSpec(example, sequences).lengths().values()
-        return length
     arrays = as_arrays(example)
-    names = cast(Mapping[str, Any], sequences)
-    features = features_by_sequence(sequences, names, arrays)[name]
+    if name is None:
+        features = _features_of_one(sequences, arrays)
+    else:
+        names = cast(Mapping[str, Any], sequences)
+        features = features_by_sequence(sequences, names, arrays)[name]
     _check_axes(arrays, features)
     return _length(arrays, features)
+
+
+def _features_of_one(
+    sequences: Sequences, arrays: Mapping[str, np.ndarray]
+) -> dict[str, int]:
+    """Returns the features of a single sequence, with the axis of its length."""
+    listed = cast(Sequence[str] | None, sequences)
+    if listed is None:
+        listed = [name for name, x in arrays.items() if x.ndim]
+    if not (listed := listed_names(listed)):
+        raise ValueError(
+            f"The example has no sequence feature among {sorted(arrays)}. Add one with "
+            "an entry per token, `[n, ...]`, such as a tokenized text, or name one in "
+            "`sequences`."
+        )
+    return dict.fromkeys(listed, 0)
 
 
 def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -> None:

@@ -58,18 +58,19 @@ class Measurement:
                 example = self.source[index]
                 for place, (name, function) in enumerate(self.functions.items()):
                     row[place] = self._checked(name, function(example))
-                if self.dtype == np.int32 and not row.any():
-                    raise ValueError(
-                        f"The example has length 0 in all of {list(self.functions)}. "
-                        "Remove it (`jb.data.select`)."
-                    )
+        is_empty = ~values.any(axis=1)
+        if self.dtype == np.int32 and is_empty.any():
+            raise ValueError(
+                f"`{self.argument}` found no token of any sequence in "
+                f"`source[{span[0] + int(is_empty.argmax())}]`. Remove the example "
+                "(`jb.data.select`), or fix the function."
+            )
         return values
 
     def _checked(self, name: str | None, value: Any) -> Any:
         number, kinds, least, most = np.asarray(value), "biuf", -MAX_FLOAT, MAX_FLOAT
         if self.dtype == np.int32:
-            # An example may lack one of several sequences.
-            kinds, least, most = "iu", int(len(self.functions) == 1), MAX_LENGTH
+            kinds, least, most = "iu", 0, MAX_LENGTH
         # NaN is not between the limits.
         if number.ndim or number.dtype.kind not in kinds or not least <= number <= most:
             which = "" if name is None else f" of {name!r}"
