@@ -66,18 +66,27 @@ class BlockEvaluator(PythonEvaluator):
         super().__call__(example)
 
 
+# As users have them, unlike in tests/: optax does not run with strict promotion.
+OPTIONS = {
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_disable_most_optimizations": False,
+}
+
+
 def set_up(namespace: dict[str, Any]) -> None:
     namespace["_folder"] = tempfile.TemporaryDirectory()
-    namespace["_restore"] = os.getcwd(), jax.config.jax_numpy_dtype_promotion
+    options = {name: jax.config.values[name] for name in OPTIONS}
+    namespace["_restore"] = os.getcwd(), options
     os.chdir(namespace["_folder"].name)
-    # As users have it: optax does not run with the strict promotion of tests/.
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    for name, value in OPTIONS.items():
+        jax.config.update(name, value)
 
 
 def tear_down(namespace: dict[str, Any]) -> None:
-    folder, promotion = namespace["_restore"]
+    folder, options = namespace["_restore"]
     os.chdir(folder)
-    jax.config.update("jax_numpy_dtype_promotion", promotion)
+    for name, value in options.items():
+        jax.config.update(name, value)
     namespace["_folder"].cleanup()
     # Compiled steps watch for later compilations for as long as they exist.
     namespace.clear()

@@ -4,9 +4,9 @@
 
 Code is what is left without docstrings, comments and blank lines. Checks are `raise`
 statements with their `if`, and functions whose name starts with "check", but not in
-`jaxbucket.testing`, whose tools check what users write. The documentation is counted
-without its reference. `--loop` also runs the README's loop, and counts the files whose
-functions it calls.
+`jaxbucket.testing`, whose tools check what users write; their share is that of all
+code. The documentation is counted without its reference. `--loop` also runs the
+README's loop, and counts the files whose functions it calls.
 """
 
 from __future__ import annotations

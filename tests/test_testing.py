@@ -385,6 +385,19 @@ def test_both_halves_of_a_batch_with_few_examples_have_some(loss):
         check_loss(loss, PARAMS, batch)
 
 
+def with_the_next_row(params, batch, keys):
+    rows = jnp.where(batch.mask[..., None], logits_of(params, batch), 0).sum((1, 2))
+    return jnp.sum(rows * jnp.roll(rows, 1)), batch.num_examples
+
+
+@pytest.mark.parametrize("mode", ["shard_map", "jit"])
+def test_a_loss_that_uses_the_next_row_is_reported(mode):
+    with pytest.raises(AssertionError, match="reordered|two halves"):
+        check_loss(
+            with_the_next_row, PARAMS, batch_of_floats(num_examples=2), mode=mode
+        )
+
+
 TABLES = {
     "embedding": np.random.default_rng(2).normal(size=(20, 6)).astype("f4"),
     "places": np.random.default_rng(3).normal(size=(8, 6)).astype("f4"),

@@ -77,10 +77,9 @@ class LengthCounts:
           >>> LengthCounts([3, 10, 3]).times(1000)
           LengthCounts(3000 examples of 2 lengths from 3 to 10)
         """
-        counts = check_positive("number", number) * self.counts
-        return LengthCounts(
-            dict(zip(self.lengths.tolist(), counts.tolist(), strict=True))
-        )
+        number = check_positive("number", number)
+        counts = zip(self.lengths.tolist(), self.counts.tolist(), strict=True)
+        return LengthCounts({length: number * count for length, count in counts})
 
     def split(self, max_seq_len: int) -> LengthCounts:
         """Returns the counts of the chunks of examples that are split.
@@ -112,7 +111,8 @@ class LengthCounts:
 def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.ndarray]:
     lengths, numbers = np.array(list(counts)), np.array(list(counts.values()))
     is_counted = lengths.dtype.kind in "iu" and numbers.dtype.kind in "iu"
-    if not is_counted or not numbers.any() or (numbers < 0).any():
+    is_counted &= numbers.shape == lengths.shape
+    if not is_counted or numbers.min() < 0 or not 0 < numbers.max() < _MAX_TOKENS:
         raise ValueError(
             f"`{name}` is a mapping with the items {[*counts.items()][:4]}. Pass "
             "integers, length -> number of examples, or the name of each sequence -> "

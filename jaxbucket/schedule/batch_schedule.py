@@ -143,8 +143,9 @@ class BatchSchedule(Schedule):
         self.plans = (plan,)
         if plan.packed and packing is None:
             raise ValueError(
-                "`plan` is for packed rows. Pass `packing=jb.packing.pack(lengths, "
-                "[x.seq_len for x in plan.buckets], overlong=plan.overlong)`, or use "
+                "`plan` is for packed rows. Pass the `packing` of the same call, or "
+                "`packing=jb.packing.pack(lengths, [x.seq_len for x in plan.buckets], "
+                "overlong=plan.overlong)` with its `max_segments_per_row`; or use "
                 "`plan.unpacked` to have one example per row."
             )
         columns, self.subset = _selected(plan, lengths, subset)

@@ -101,12 +101,13 @@ def _simulated(
     parts["data"] = float(waits.mean() * counts.steps_per_epoch)
     work = sum(parts.values())
     parts["compile"] = float(cluster.compile_seconds * np.count_nonzero(batches))
-    interval, overhead = cluster.checkpoint_steps, np.zeros(1)
+    interval, overhead, without_fault = cluster.checkpoint_steps, np.zeros(1), 1.0
     if cluster.hours_between_faults is not None or interval is not None:
         interval, costs = _replayed(work, report.steps_per_epoch, cluster)
         means = costs.mean(axis=1).tolist()
         parts |= zip(("checkpoints", "lost", "restarts"), means, strict=True)
         overhead = costs.sum(axis=0)
+        without_fault = float(np.mean(costs[1:].sum(axis=0) == 0))
     ends = work + parts["compile"] + np.quantile(overhead, [0.05, 0.95])
     chosen = np.linspace(0, len(waits), min(num_points, len(waits)), endpoint=False)
     chosen = chosen.astype(int)
@@ -115,9 +116,15 @@ def _simulated(
         rates = _learning_rates(learning_rate, counts, steps, rows[chosen])
         steps["learning_rate"] = rates
     balance = _balance(counts, lengths, batches, cluster.num_devices, rng)
-    low, high = ends.tolist()
     return SimulatedEpoch(
-        counts.plan, report, parts, (low, high), interval, balance, steps
+        plan=counts.plan,
+        report=report,
+        parts=parts,
+        range=tuple(ends.tolist()),
+        without_fault=without_fault,
+        checkpoint_steps=interval,
+        balance=balance,
+        steps=steps,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxbucket.base.buckets import BucketPlan
 from jaxbucket.base.table import Record, format_duration, number_table
+from jaxbucket.plan.costs import StepTime
 from jaxbucket.plan.reports.epoch import Report
 from jaxbucket.simulate.cluster import Cluster
 
@@ -24,7 +25,7 @@ PARTS = {
     "restarts": "after a fault, until steps go on",
 }
 # Steps with so many times the tokens of those that were timed are far from them.
-_FAR = 4
+_FAR = 2
 _LEGEND = (
     "Epoch: its predicted time; with faults the mean, which can be above the range of "
     "90% of epochs if faults are rare. The other columns are shares of this time: "
@@ -44,6 +45,7 @@ class SimulatedEpoch:
         "compile", "checkpoints", "lost" and "restarts".
       seconds: the mean seconds of the epoch, the sum of its parts.
       range: the 5th and the 95th percentile of the seconds, over random faults.
+      without_fault: the share of epochs without a fault.
       checkpoint_steps: the steps between two checkpoints; None without checkpoints.
       balance: the real tokens of the device that has most of them in a batch, divided
         by those of the mean device, averaged over the batches; None if examples have
@@ -57,6 +59,7 @@ class SimulatedEpoch:
     report: Report
     parts: dict[str, float]
     range: tuple[float, float]
+    without_fault: float
     checkpoint_steps: int | None
     balance: float | None
     steps: dict[str, np.ndarray]
@@ -74,6 +77,7 @@ class SimulatedEpoch:
         return {
             "seconds": self.seconds,
             "range": list(self.range),
+            "without_fault": self.without_fault,
             "parts": self.parts,
             "checkpoint_steps": self.checkpoint_steps,
             "balance": self.balance,
@@ -131,9 +135,7 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
     """Yields what the table does not say about an epoch."""
     if epoch.checkpoint_steps is not None:
         low, high = map(format_duration, epoch.range)
-        takes = f"90% of epochs take {low} to {high}"
-        if epoch.range[0] == epoch.range[1]:
-            takes = f"At least 90% of epochs have no fault and take {low}"
+        takes = low if low == high else f"{low} to {high}"
         between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
         every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
         checkpoints = f"a checkpoint every {every}"
@@ -142,7 +144,9 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
         chosen = "" if cluster.checkpoint_steps else ", which loses least"
         if chosen and not cluster.checkpoint_seconds:
             chosen = " (they take no time; pass `checkpoint_seconds`)"
-        yield f"{takes}, with {checkpoints}{chosen}."
+        yield f"90% of epochs take {takes}, with {checkpoints}{chosen}."
+        if cluster.hours_between_faults is not None:
+            yield f"{epoch.without_fault:.1%} of them have no fault."
     number = cluster.num_devices
     uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
     if uneven:
@@ -151,10 +155,10 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
             f"{len(uneven)} of the shapes, such as {uneven[0]}. Plan with "
             f"`batch_size_multiple={number}`, unless devices share rows."
         )
-    timed = getattr(cluster.step_seconds, "measured", None)
-    largest = max(bucket.num_tokens for bucket in epoch.plan.buckets)
-    factor = largest / max((math.prod(shape) for shape in timed or ()), default=largest)
-    if factor > _FAR:
+    step, largest = cluster.step_seconds, max(x.num_tokens for x in epoch.plan.buckets)
+    timed = step.measured if isinstance(step, StepTime) else {}
+    factor = largest / max(map(math.prod, timed), default=largest)
+    if factor > _FAR and cluster.num_hosts > 1:
         yield (
             f"Its steps have up to {factor:,.0f} times the tokens of those that were "
             "timed. Pass times of global batches: B is that of all hosts."

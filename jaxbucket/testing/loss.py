@@ -126,12 +126,6 @@ def check_loss(
     batch = checked_batch(batch)
     if batch.bucket.batch_size % 2:
         batch = with_empty_rows(batch, 1)
-    # Each half gets half of the rows with examples, even if most rows are empty.
-    filled, empty = (np.flatnonzero(batch.row_mask == x) for x in (True, False))
-    middle = -(-len(filled) // 2)
-    rest = batch.bucket.batch_size // 2 - middle
-    halves = filled[:middle], empty[:rest], filled[middle:], empty[rest:]
-    batch = take_rows(batch, np.concatenate(halves))
     results = _Results(loss_fn, model, mode)
     for variant, actual, expected, scale in _variants(results, batch, seed, sequences):
         differences = [
@@ -155,7 +149,8 @@ def _variants(
     keys = None if seed is None else row_keys(seed, 0, 2 * num_rows)
     expected = results.whole(batch, take_rows(keys, rows))
     _require_finite(expected)
-    halves = results.of_halves(batch, take_rows(keys, rows))
+    dealt = _dealt(batch)
+    halves = results.of_halves(take_rows(batch, dealt), take_rows(keys, dealt))
     scale = jax.tree.map(_scale, halves)
     order = np.random.default_rng(0).permutation(num_rows)
     if np.array_equal(order, rows):
@@ -178,6 +173,16 @@ def _variants(
     if is_packed(batch):
         unpacked = without_neighbors(batch, sequences)
         yield alone, results.whole(unpacked, None), expected, scale
+
+
+def _dealt(batch: Batch) -> np.ndarray:
+    """Returns the rows, of which each half has half of those with examples."""
+    filled, empty = (np.flatnonzero(batch.row_mask == x) for x in (True, False))
+    middle = -(-len(filled) // 2)
+    rest = batch.bucket.batch_size // 2 - middle
+    return np.concatenate(
+        [filled[:middle], empty[:rest], filled[middle:], empty[rest:]]
+    )
 
 
 def checked_batch(batch: Batch) -> Batch:

@@ -50,6 +50,8 @@ def test_spread_lengths_are_those_at_equal_distances_in_sorted_order(number):
         {2**31: 1},
         {1.5: 1},
         {"128": 5},
+        {1: [1, 2]},
+        {1: 2**63},
         {"source": [1, 2], "target": [3, 4]},
         [],
         [0, 1],
@@ -67,6 +69,10 @@ def test_so_many_times_the_examples():
     many = counts.times(10**9)
     np.testing.assert_array_equal(many.counts, 10**9 * counts.counts)
     np.testing.assert_array_equal(many.lengths, counts.lengths)
+    # Numbers that wrap around in 64 bits are refused, too.
+    wrapping = LengthCounts({1: 2**31 + 2})
+    with pytest.raises(ValueError):
+        wrapping.times(2**33)
     for number in (0, -1, 1.5, 2**60, 2**62 - 1):
         with pytest.raises(ValueError):
             counts.times(number)

@@ -578,6 +578,9 @@ def test_xla_cache_turns_the_cache_of_jax_on(tmp_path):
         lambda event, **_: hits.append(event.endswith("/cache_hits"))
     )
     try:
+        # The defaults of jax, with which small programs are not stored.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
         jb.compile.use_xla_cache(tmp_path)
         for count in (0, len(SMALL)):
             step, _ = traced_step("cached_by_jax")

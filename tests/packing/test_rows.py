@@ -471,7 +471,7 @@ def test_a_plan_for_packed_rows_requires_its_packing():
     assert not padded.plan.packed
     schedule = jb.BatchSchedule(plan, lengths, packing=choice.packing)
     assert schedule.report().summary.startswith(choice.report.summary.splitlines()[0])
-    with pytest.raises(ValueError, match="`plan` is for packed rows. Pass `pack"):
+    with pytest.raises(ValueError, match="`plan` is for packed rows. Pass the `pack"):
         jb.BatchSchedule(plan, lengths)
     with pytest.raises(ValueError, match="`plan` is for packed rows, and its padding"):
         jb.report(plan, lengths)

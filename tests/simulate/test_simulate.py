@@ -288,17 +288,33 @@ def test_several_plans_are_side_by_side():
     assert "four" in text and "one $" in text
     assert "batch_size_multiple" not in text
     timed = jb.plan.StepTime.fit({jb.Bucket(1, 8): 1.0})
-    one_host = dataclasses.replace(CLUSTER, step_seconds=timed)
-    words = " ".join(str(simulate(PLAN, LENGTHS, one_host)).split())
+    cluster = dataclasses.replace(CLUSTER, num_hosts=4, step_seconds=timed)
+    words = " ".join(str(simulate(PLAN, LENGTHS, cluster)).split())
     assert "times the tokens of those that were timed" in words
     all_hosts = jb.plan.StepTime.fit(dict.fromkeys(PLAN.buckets, 1.0))
-    one_host = dataclasses.replace(CLUSTER, step_seconds=all_hosts)
-    assert "timed" not in str(simulate(PLAN, LENGTHS, one_host))
+    cluster = dataclasses.replace(CLUSTER, num_hosts=4, step_seconds=all_hosts)
+    assert "timed" not in str(simulate(PLAN, LENGTHS, cluster))
     large = dataclasses.replace(CLUSTER, num_hosts=64)
     assert "`batch_size_multiple=64`" in str(simulate(PLAN, LENGTHS, large))
     numbers = json.loads(simulation.to_json())
     assert numbers["four"]["seconds"] < numbers["one $"]["seconds"]
     assert numbers["four"]["steps"]["step"][0] == 0
+
+
+@pytest.mark.parametrize("hours", [None, 0.5, [20_000.0]])
+def test_the_share_of_epochs_without_a_fault(hours):
+    cluster = dataclasses.replace(
+        CLUSTER, hours_between_faults=hours, checkpoint_steps=10, restart_seconds=60
+    )
+    simulation = simulate(PLAN, LENGTHS, cluster)
+    share = simulation["plan"].without_fault
+    words = " ".join(str(simulation).split())
+    assert ("of them have no fault" in words) == (hours is not None)
+    if hours == 0.5:
+        work = sum(simulation["plan"].parts[x] for x in ("steps", "checkpoints"))
+        assert share == pytest.approx(np.exp(-work / 1800), abs=0.02)
+    else:
+        assert share == 1
 
 
 def test_plans_in_seconds_have_their_own_times():
