@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from jaxbucket.base.notes import Noting
 from jaxbucket.compile.gpu_targets import GPUS
 
 Device: TypeAlias = jax.Device  # pyright: ignore
+_CACHED = "jax_persistent_cache_min_compile_time_secs"
 
 # What can be rented: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -111,9 +113,13 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
         # Processes that this one starts may use TPUs.
         for variable in added:
             del os.environ[variable]
+    # The compilation cache of jax could not read these programs back.
+    least_seconds = jax.config.values[_CACHED]
+    jax.config.update(_CACHED, math.inf)
     try:
         yield list(_absent[-1])
     finally:
+        jax.config.update(_CACHED, least_seconds)
         _absent.pop()
 
 
