@@ -96,13 +96,17 @@ class ExampleSpec:
         """
         arrays = self.arrays if arrays is None else arrays
         lengths = {name: _length(arrays, x) for name, x in self._groups.items()}
-        parts = [[bool(lengths[x]) for x in names] for names in self.axes.values()]
-        if not any(lengths.values()) or any(any(x) > all(x) for x in parts):
+        if not all(lengths.values()) and self._lacks_a_part(lengths):
             raise ValueError(
                 f"`sequences` of the example have the lengths {lengths}. Remove the "
                 "example (`jb.data.select`)."
             )
         return lengths
+
+    def _lacks_a_part(self, lengths: Mapping[str, int]) -> bool:
+        """Returns whether all sequences are empty, or some of those of a feature."""
+        parts = [[bool(lengths[x]) for x in names] for names in self.axes.values()]
+        return not any(lengths.values()) or any(any(x) > all(x) for x in parts)
 
 
 def sequence_length(sequences: Sequences, name: str | None, example: Example) -> int:
@@ -128,10 +132,11 @@ def _features_of_one(
     sequences: Sequences, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, int]:
     """Returns the features of a single sequence, with the axis of its length."""
-    listed = cast(Sequence[str] | None, sequences)
-    if listed is None:
+    if sequences is None:
         listed = [name for name, x in arrays.items() if x.ndim]
-    if not (listed := listed_names(listed)):
+    else:
+        listed = listed_names(cast(Sequence[str], sequences))
+    if not listed:
         raise ValueError(
             f"The example has no sequence feature among {sorted(arrays)}. Add one with "
             "an entry per token, `[n, ...]`, such as a tokenized text, or name one in "

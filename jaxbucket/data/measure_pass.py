@@ -72,7 +72,8 @@ class Measurement:
         if self.dtype == np.int32:
             kinds, least, most = "iu", 0, MAX_LENGTH
         # NaN is not between the limits.
-        if number.ndim or number.dtype.kind not in kinds or not least <= number <= most:
+        is_number = number.ndim == 0 and number.dtype.kind in kinds
+        if not is_number or not least <= number.item() <= most:
             which = "" if name is None else f" of {name!r}"
             kind = f"an integer from {least} to 2**31-1"
             kind = "a finite number" if "f" in kinds else kind
