@@ -26,8 +26,8 @@ from jaxbucket.cli.options import (
     load_function,
 )
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
-from jaxbucket.plan.fitted import FittedBatchSizes
 from jaxbucket.plan.limits import Limits
+from jaxbucket.plan.memory_fit import FittedBatchSizes
 
 _LIMITS = all_of(
     click.option(

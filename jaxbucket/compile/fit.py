@@ -25,7 +25,7 @@ from jaxbucket.compile.build import CompileOptions
 from jaxbucket.compile.recipes import call_recipe
 from jaxbucket.compile.report import shard_bytes
 from jaxbucket.compile.steps import compile_with, is_out_of_memory
-from jaxbucket.plan.fitted import FittedBatchSize, FittedBatchSizes
+from jaxbucket.plan.memory_fit import FittedBatchSize, FittedBatchSizes
 
 # Tokens on each device of the first program for TPUs, which should be refused.
 _MANY_TOKENS = 2**24

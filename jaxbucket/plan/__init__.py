@@ -23,7 +23,8 @@ sequences are planned jointly, in the files `joint_*` (`joint_planner.plan_seque
    shapes and from the nested ones; `joint_swaps` counts what each of thousands of
    shapes would take, at once. Few combinations are enumerated.
 4. Every set of shapes found is priced with B by `flow.batch_sizes`. The cheapest one
-   gets its final B for all lengths, and buckets without batches are removed.
+   gets its final B for all lengths, and buckets without batches are removed unless
+   that costs more.
 
 In both, `flow.remainder` says where examples go that do not fill a batch: it is also
 what `BatchSchedule` follows. `reports` describe an epoch of a plan, and compare
@@ -39,8 +40,8 @@ with _lazy_names(globals()):
     from jaxbucket.plan.costs import TransformerCost as TransformerCost
     from jaxbucket.plan.devices import device_limits as device_limits
     from jaxbucket.plan.devices import row_shard_shares as row_shard_shares
-    from jaxbucket.plan.fitted import FittedBatchSizes as FittedBatchSizes
     from jaxbucket.plan.limits import Limits as Limits
+    from jaxbucket.plan.memory_fit import FittedBatchSizes as FittedBatchSizes
     from jaxbucket.plan.planner import plan_buckets as plan_buckets
     from jaxbucket.plan.planner import plan_within as plan_within
     from jaxbucket.plan.reports.comparison import Comparison as Comparison

@@ -165,7 +165,7 @@ def _evaluated(
     """Returns the cost of an epoch with shapes, `[K, Q]` T, and those that are used."""
     seq_lens = seq_lens[shape_order(seq_lens)]
     lengths = points.seq_lens(points.indices)
-    # With the prices of all rows, as `BucketPlan.assign` does.
+    # By the cost of a row, as `BucketPlan.assign` does, but here in the largest batch.
     assigned = cheapest(lengths, seq_lens, Pricing(limits)(seq_lens).rates)
     counts = np.bincount(assigned, points.counts, len(seq_lens)).astype(np.int64)
     batch_sizes = limits.batch_sizes(seq_lens)

@@ -116,7 +116,7 @@ class Search:
         cheapest = rates[:, sets].argmin(axis=2)[:, :, None] == np.arange(number)
         counts = np.tensordot(self.points.counts, cheapest, axes=1)
         seq_lens = self.points.seq_lens(grid.shapes)[sets]
-        costs = epoch_costs(counts, seq_lens, self.pricing)
+        costs = estimated_costs(counts, seq_lens, self.pricing)
         yield from seq_lens[np.argsort(costs, kind="stable")[:_NUM_BEST]]
 
     def _refined(self, seq_lens: np.ndarray) -> np.ndarray:
@@ -292,7 +292,7 @@ class Search:
 
     def _costs(self, counts: np.ndarray, choices: np.ndarray) -> np.ndarray:
         """Returns the cost of an epoch with each choice, `[n, K, Q]` indices."""
-        return epoch_costs(counts, self.points.seq_lens(choices), self.pricing)
+        return estimated_costs(counts, self.points.seq_lens(choices), self.pricing)
 
 
 def few_shapes(points: Points, pricing: Pricing) -> np.ndarray | None:
@@ -328,7 +328,7 @@ def _joined(
     return np.array(shapes)
 
 
-def epoch_costs(
+def estimated_costs(
     counts: np.ndarray, seq_lens: np.ndarray, pricing: Pricing
 ) -> np.ndarray:
     """Returns the cost of an epoch with each of several choices of shapes, `[n]`.

@@ -22,6 +22,9 @@ how `schedule[1234]` of a `BatchSchedule` gets its rows:
    (`balance`). `PackedRows` replaces each packed row by its examples, which are drawn
    among those of the same lengths.
 
+`data.pipeline` and `data.reader` load these rows, and `sharding.global_batch` puts them
+on the mesh.
+
 A `Mixture` and a `JoinedSchedule` only decide which step of which component comes next
 (`combined`). A `BatchSampler` yields the indices of examples for PyTorch.
 """

@@ -243,11 +243,11 @@ class BatchSchedule(Schedule):
         )
 
     def drawn_batches(self, step: int) -> Iterator[tuple[BatchIndices, BatchDraws]]:
-        epoch, position = divmod(check_step(step), self.steps_per_epoch)
-        positions = self._rows.positions(position)
+        epoch, epoch_step = divmod(check_step(step), self.steps_per_epoch)
+        positions = self._rows.positions(epoch_step)
         batches = (part for x in positions for part in self._batches(epoch, x))
         repeats = self._order.replacement or self.remainder == "repeat"
-        for number, indices in enumerate(batches, position * self.accumulate):
+        for number, indices in enumerate(batches, epoch_step * self.accumulate):
             yield indices, BatchDraws(self.seed, epoch, number if repeats else None)
 
     def _batches(self, epoch: int, position: int) -> list[BatchIndices]:

@@ -30,11 +30,11 @@ from jaxbucket.train.waiting import Waiting
 class MeshLoader:
     """The global batches of a run, each a `Batch` of `jax.Array`s on a mesh.
 
-    This class combines `batch_dataset` for the rows of this process, `load_in_workers`
-    and `prefetch_to_mesh`, in a thread: the next batches are made and sent while
-    devices work. Every iteration starts at `start_step`. If the schedule accumulates,
-    it yields tuples of batches, which type checkers do not know. All processes of the
-    mesh must create a loader with the same arguments.
+    The batches of `batch_dataset` for the rows of this process are made by workers, if
+    any, and sent to the mesh in a thread, while devices work on earlier ones. Every
+    iteration starts at `start_step`. If the schedule accumulates, it yields tuples of
+    batches, which type checkers do not know. All processes of the mesh must create a
+    loader with the same arguments.
 
     Example:
       >>> import jax, jaxbucket as jb

@@ -10,7 +10,7 @@ from jaxbucket.plan.flow.dominance import dominates, fits, shape_order
 from jaxbucket.plan.joint_planner import search_shapes
 from jaxbucket.plan.joint_points import Points
 from jaxbucket.plan.joint_pricing import Pricing
-from jaxbucket.plan.joint_search import Search, epoch_costs
+from jaxbucket.plan.joint_search import Search, estimated_costs
 from jaxbucket.plan.joint_swaps import Assignment, Grid, Swaps
 from jaxbucket.plan.limits import Limits
 
@@ -150,7 +150,7 @@ def test_costs_of_many_epochs_are_no_better_than_the_best_steps(seed):
     pricing = Pricing(limits)
     counts = rng.integers(0, 30, (20, size))
     shuffled = rng.permutation(size)
-    estimates = epoch_costs(counts[:, shuffled], seq_lens[:, shuffled], pricing)
+    estimates = estimated_costs(counts[:, shuffled], seq_lens[:, shuffled], pricing)
     for k in range(20):
         most, examples = limits.batch_sizes(seq_lens[k]), counts[k].sum() + 1
         steps = limits.sizes(seq_lens[k], most, np.full_like(most, examples))
