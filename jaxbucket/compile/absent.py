@@ -23,7 +23,7 @@ from jaxbucket.base.notes import Noting
 from jaxbucket.compile.gpu_targets import GPUS
 
 Device: TypeAlias = jax.Device  # pyright: ignore
-_CACHED = "jax_persistent_cache_min_compile_time_secs"
+_LEAST_SECONDS_TO_STORE = "jax_persistent_cache_min_compile_time_secs"
 
 # What can be rented: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -114,12 +114,12 @@ def absent_devices(topology: str, *, num_slices: int = 1) -> Iterator[list[Devic
         for variable in added:
             del os.environ[variable]
     # The compilation cache of jax could not read these programs back.
-    least_seconds = jax.config.values[_CACHED]
-    jax.config.update(_CACHED, math.inf)
+    least_seconds = jax.config.values[_LEAST_SECONDS_TO_STORE]
+    jax.config.update(_LEAST_SECONDS_TO_STORE, math.inf)
     try:
         yield list(_absent[-1])
     finally:
-        jax.config.update(_CACHED, least_seconds)
+        jax.config.update(_LEAST_SECONDS_TO_STORE, least_seconds)
         _absent.pop()
 
 

@@ -146,7 +146,7 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
             chosen = " (they take no time; pass `checkpoint_seconds`)"
         yield f"90% of epochs take {takes}, with {checkpoints}{chosen}."
         if cluster.hours_between_faults is not None:
-            yield f"{epoch.without_fault:.1%} of them have no fault."
+            yield f"Of all epochs, {epoch.without_fault:.1%} have no fault."
     number = cluster.num_devices
     uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
     if uneven:
