@@ -16,6 +16,8 @@ import pytest
 import jaxbucket as jb
 
 ROOT = pathlib.Path(__file__).parents[1]
+# The folder with `jaxbucket`: `ROOT`, unless a wheel is tested.
+PACKAGES = pathlib.Path(jb.__file__).parents[1]
 GITHUB = "https://github.com/jaxbucket/jaxbucket"
 RAW = "https://raw.githubusercontent.com/jaxbucket/jaxbucket/main"
 DOCS = ROOT / "docs"
@@ -49,7 +51,8 @@ def test_links_lead_to_files():
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text):
             assert (DOCS / page).parent.joinpath(target).exists(), (page, target)
         for target in re.findall(rf"\]\({GITHUB}/blob/main/([^)#]+)", text):
-            assert (ROOT / target).exists(), (page, target)
+            folder = PACKAGES if target.startswith("jaxbucket/") else ROOT
+            assert (folder / target).exists(), (page, target)
 
 
 def test_links_of_the_readme_work_outside_of_the_repository():
