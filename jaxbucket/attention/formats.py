@@ -110,7 +110,8 @@ def convert_batch(
     * "target_column", "weight_column": these, `[B, T, 1]`;
     * "is_target": int32, 1 for tokens that are a target; "labels": these tokens, and
       -100 for others, for a model that shifts them itself;
-    * "decoder_inputs": the tokens after `bos_token`, which starts every example;
+    * "decoder_inputs": the tokens after `bos_token`, which starts every example
+      and fills padding;
       "decoder_weights": float32, the weight of each token as the target of these, and
       "decoder_labels": the tokens, -100 where that is 0;
     * "causal_mask": `[B, T, T]` bool, the tokens that each may attend to.

@@ -20,6 +20,7 @@ from jaxbucket.cli.options import (
     EXISTING,
     POSITIVE,
     RATE,
+    Each,
     accumulate_option,
     all_of,
     integer,
@@ -36,8 +37,9 @@ _LIMITS = all_of(
         metavar="TOKENS",
         callback=lambda context, option, text: _budget(text),
         help="Maximum B * T, including padding, such as 65536 or 64k (in numbers, 1k "
-        "is 1,024); a function of T as module:function; or a file of `jaxbucket fit "
-        "-o`.",
+        "is 1,024), or source=64k,target=32k for several sequences, as for other "
+        "options of T; a function of T as module:function; or a file of `jaxbucket "
+        "fit -o`.",
     ),
     click.option(
         "--batch-size-multiple",
@@ -47,13 +49,13 @@ _LIMITS = all_of(
     ),
     click.option(
         "--seq-len-multiple",
-        type=POSITIVE,
+        type=Each(POSITIVE),
         default=1,
         help="Make every T a multiple of this.",
     ),
     click.option(
         "--max-seq-len",
-        type=POSITIVE,
+        type=Each(POSITIVE),
         help="T of the last bucket; by default the longest length, rounded up.",
     ),
     click.option("--min-batch-size", type=POSITIVE, default=1, help="Minimum B."),
@@ -67,7 +69,7 @@ _LIMITS = all_of(
     ),
     click.option(
         "--overlong",
-        type=click.Choice(OVERLONG),
+        type=Each(click.Choice(OVERLONG)),
         default="error",
         help="What to do with examples longer than the last bucket; truncate keeps "
         "their first tokens, and truncate_left the last.",
@@ -148,11 +150,13 @@ def _popped_cost_fn(options: dict[str, Any]) -> CostFn | None:
 
 
 def _budget(text: str) -> Any:
-    """Returns the value of `--max-tokens`, an integer or a function."""
+    """Returns the value of `--max-tokens`: integers or a function."""
     with contextlib.suppress(ValueError):
         return integer(text)
     if os.path.isfile(text):
         return FittedBatchSizes.load(text)
+    if "=" in text:
+        return Each(POSITIVE).convert(text, None, None)
     if ":" in text:
         return load_function(text)
     raise ValueError(

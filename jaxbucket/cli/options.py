@@ -37,6 +37,28 @@ class _Positive(click.IntRange):
         return super().convert(value, param, ctx)
 
 
+class Each(click.ParamType):
+    """A value of a type, or one for each sequence, as in source=8,target=4."""
+
+    def __init__(self, kind: click.ParamType):
+        self.kind = kind
+        self.name = kind.name
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        """Returns what the help shows in place of a value."""
+        return self.kind.get_metavar(param, ctx)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Returns the value, or a dict of values by name."""
+        if "=" not in str(value):
+            return self.kind.convert(value, param, ctx)
+        parts = [part.partition("=") for part in value.split(",")]
+        values = {x: self.kind.convert(y, param, ctx) for x, _, y in parts}
+        if len(values) < len(parts):
+            self.fail(f"{value!r} names a sequence twice.", param, ctx)
+        return values
+
+
 POSITIVE = _Positive(min=1)
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
 NEW = click.Path(dir_okay=False, writable=True, path_type=pathlib.Path)
@@ -142,11 +164,22 @@ def using_topology(
 def load_function(name: str) -> Callable[..., Any]:
     """Loads a function named as `module:function`.
 
-    Modules in the current folder are found, too.
-
     Example:
       >>> load_function("math:sqrt")(9)
       3.0
+    """
+    found = load(name)
+    if not callable(found):
+        raise ValueError(f"`{name}` is of {type(found)}. Name a function.")
+    return found
+
+
+def load(name: str) -> Any:
+    """Loads a value named as `module:name`, also from a module in the current folder.
+
+    Example:
+      >>> load("string:digits")
+      '0123456789'
     """
     module, _, path = name.partition(":")
     # Added permanently, because later imports and workers may need the folder, too.
@@ -156,11 +189,9 @@ def load_function(name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-        if not callable(found):
-            raise TypeError(f"this is of {type(found)}, not a function")
     except Exception as error:
         raise ValueError(
-            f"`{name}` cannot be loaded as `module:function`: {type(error).__name__}: "
+            f"`{name}` cannot be loaded as `module:name`: {type(error).__name__}: "
             f"{error}. Run this in the folder of the module, or fix the module."
         ) from error
     return found

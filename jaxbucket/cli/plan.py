@@ -19,7 +19,7 @@ from jaxbucket.cli.options import (
     block_sparse_option,
     form_option,
     integer,
-    load_function,
+    load,
     plot_option,
     unit_option,
 )
@@ -54,7 +54,7 @@ def _number(context: click.Context, option: click.Parameter, text: Any) -> Any:
 @click.option(
     "--boundaries",
     default="optimal",
-    help=f"{', '.join(RULES)}, values of T such as 128,256,512, or module:function.",
+    help=f"{', '.join(RULES)}; values of T such as 128,256,512; or module:list.",
 )
 @click.option(
     "--pack",
@@ -184,9 +184,9 @@ def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPla
 
 
 def _boundaries(text: str) -> Any:
-    """Returns the value of `--boundaries`: a rule, a list of T, or a function."""
+    """Returns the value of `--boundaries`: a rule, or a list of T."""
     if ":" in text:
-        return load_function(text)
+        return load(text)
     with contextlib.suppress(ValueError):
         return [*map(integer, text.split(","))]
     return text

@@ -151,8 +151,9 @@ def _check_axes(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -
         if name not in arrays or arrays[name].ndim <= axis:
             shapes = {x: list(value.shape) for x, value in arrays.items()}
             raise ValueError(
-                f"`sequences` lists {name!r}, but the features have the shapes "
-                f"{shapes}. Give it a leading axis for each sequence that lists it, of "
+                f"`sequences` lists {name!r}, by default the name of its sequence, but "
+                f"the features have the shapes {shapes}. Name the features of each "
+                "sequence, and give them a leading axis for each that lists them, of "
                 "length 0 in an example that lacks it."
             )
         entries = arrays[name].flat if arrays[name].dtype.hasobject else ()

@@ -281,9 +281,9 @@ def _lengths_of(values: Any, name: str, first: int, measure: Measure) -> np.ndar
     has_wrong_unit = not measure if is_text else bool(measure) and not is_list
     if is_nested or has_wrong_unit:
         raise ValueError(
-            f"Column {name!r} has values of {kind}. Text needs a unit, `--unit` "
-            f"{', '.join(UNITS)}; numbers and lists have none; and anything else needs "
-            "a function, `--length-fn module:function`."
+            f"Column {name!r} has values of {kind}. Text is measured by "
+            f"`jaxbucket measure --unit`, in {' or '.join(UNITS)}; numbers and lists "
+            "need no unit; and anything else a function, `--length-fn module:function`."
         )
     if is_list:
         values = compute.call_function("list_value_length", [values])

@@ -269,7 +269,10 @@ class Limits:
         for size in self.named(seq_lens):
             with Noting(f"This is `{name}({size!r})`."):
                 number = value(size)
-            numbers.append(check_positive(f"{name}({size!r})", number))
+            # A budget of 0 holds no row, as too small a one.
+            least = 0 if name == "max_tokens" else 1
+            named = f"{name}({size!r})"
+            numbers.append(check_integer(named, number, least=least, most=2**62 - 1))
         return np.array(numbers, np.int64)
 
     def named(self, seq_lens: np.ndarray) -> list[Any]:

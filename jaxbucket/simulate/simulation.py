@@ -131,11 +131,21 @@ class Simulation(Record):
         return number_table(names, rows, caption, named=True)
 
 
+def _range(epoch: SimulatedEpoch, has_faults: bool) -> str:
+    """Returns how long epochs take, and how many of them have no fault."""
+    low, high = map(format_duration, epoch.range)
+    if not has_faults:
+        return f"an epoch takes {low}"
+    share = f"{epoch.without_fault:.1%}"
+    if low == high and epoch.without_fault > 0.5:
+        return f"{share} of epochs have no fault and take {low}"
+    takes = low if low == high else f"{low} to {high}"
+    return f"90% of epochs take {takes}, and {share} have no fault"
+
+
 def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
     """Yields what the table does not say about an epoch."""
     if epoch.checkpoint_steps is not None:
-        low, high = map(format_duration, epoch.range)
-        takes = low if low == high else f"{low} to {high}"
         between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
         every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
         checkpoints = f"a checkpoint every {every}"
@@ -144,9 +154,8 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
         chosen = "" if cluster.checkpoint_steps else ", which loses least"
         if chosen and not cluster.checkpoint_seconds:
             chosen = " (they take no time; pass `checkpoint_seconds`)"
-        yield f"90% of epochs take {takes}, with {checkpoints}{chosen}."
-        if cluster.hours_between_faults is not None:
-            yield f"Of all epochs, {epoch.without_fault:.1%} have no fault."
+        takes = _range(epoch, cluster.hours_between_faults is not None)
+        yield f"By these step times, {takes}, with {checkpoints}{chosen}."
     number = cluster.num_devices
     uneven = [x for x in epoch.plan.buckets if x.batch_size % number]
     if uneven:
@@ -165,5 +174,6 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
         )
     if epoch.balance is not None and number > 1:
         yield (
-            f"The device with most real tokens has {epoch.balance:.2f} times the mean."
+            f"The device with most real tokens has {epoch.balance:.2f} times the mean. "
+            "It takes longer than others only where a kernel skips padding."
         )

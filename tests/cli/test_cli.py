@@ -66,7 +66,10 @@ def frames(seconds):
     return round(100 * seconds)
 
 not_a_function = 3
+few = [64, 128, 512]
+bins = [{"en": 64, "de": 512}, {"en": 512, "de": 999}]
 """
+BINS = [{"en": 64, "de": 512}, {"en": 512, "de": 999}]
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +125,10 @@ def test_plan_writes_the_plan_of_the_library(files):
         ("--batch-size-multiple 4 --max-seq-len 256 --overlong truncate", {}),
         ("--batch-size-multiple 4 --boundaries 128,512", {"boundaries": [128, 512]}),
         ("--batch-size-multiple 4 --boundaries quantile", {"boundaries": "quantile"}),
+        (
+            "--batch-size-multiple 4 --boundaries FUNCTIONS:few",
+            {"boundaries": [64, 128, 512]},
+        ),
         ("--batch-size-multiple 4 --per-second 100", {}),
         ("--batch-size-multiple 4 --width 64 --depth 2 --vocab-size 99", {}),
     ],
@@ -217,6 +224,28 @@ def test_several_columns_are_planned_reported_and_compared(files):
     run("plan", *words, "--pack", "always", "-o", "packed.json")
     packed = numbers("report", "packed.json", "pairs.npz")["report"]
     assert packed["packed_examples"] == len(PAIRS["en"])
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--max-tokens en=4k,de=9999", {"max_tokens": {"en": 4096, "de": 9999}}),
+        ("--seq-len-multiple en=8,de=16", {"seq_len_multiple": {"en": 8, "de": 16}}),
+        (
+            "--max-seq-len de=64,en=32 --overlong de=drop,en=truncate_left",
+            {
+                "max_seq_len": {"en": 32, "de": 64},
+                "overlong": {"en": "truncate_left", "de": "drop"},
+            },
+        ),
+        ("--boundaries FUNCTIONS:bins", {"boundaries": BINS}),
+    ],
+)
+def test_options_may_have_a_value_for_each_sequence(words, options):
+    budget = () if "max_tokens" in options else BUDGET
+    result = numbers("plan", "pairs.npz", *COLUMNS, *budget, *words.split())
+    expected = plan_buckets(PAIRS, **{"max_tokens": 4096, **options})
+    assert BucketPlan.from_json(json.dumps(result["plan"])) == expected
 
 
 def test_the_keys_of_the_json_are_documented():
@@ -492,6 +521,8 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("plan lengths.npy --max-tokens FUNCTIONS:not_a_function", "int"),
         ("plan lengths.npy --max-tokens 999 --num-buckets auto", "--per-second"),
         ("plan lengths.npy --max-tokens 999 --boundaries x", "boundaries"),
+        ("plan lengths.npy --max-tokens 999 --boundaries FUNCTIONS:cost", "boundaries"),
+        ("plan lengths.npy --max-tokens a=9,b=9", "'a'"),
         ("plan lengths.npy --max-tokens 999 --max-seq-len 9", "max_seq_len"),
         ("plan lengths.npy --max-tokens 999 --block-sparse", "block_sparse"),
         ("plan lengths.npy --max-tokens 999 --pack auto --boundaries 500", "pack"),
@@ -548,6 +579,10 @@ def test_invalid_arguments_are_refused_without_a_traceback(words, shown):
         "plan lengths.npy --max-tokens 9 --overlong keep",
         "plan lengths.npy --max-tokens 9 --num-buckets x",
         "plan lengths.npy --max-tokens 9 --max-seq-len 4kb",
+        "plan pairs.npz --max-tokens 9 --seq-len-multiple en=8,4",
+        "plan pairs.npz --max-tokens 9 --seq-len-multiple en=8,en=4",
+        "plan pairs.npz --max-tokens en=9,en=4",
+        "plan pairs.npz --max-tokens 9 --overlong en=keep,de=drop",
         "plan lengths.npy --max-tokens 9 --scale 0",
         "compare lengths.npy --max-tokens 9 --num-buckets 0",
         "report plan.json",
