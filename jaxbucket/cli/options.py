@@ -168,17 +168,17 @@ def load_function(name: str) -> Callable[..., Any]:
       >>> load_function("math:sqrt")(9)
       3.0
     """
-    found = load(name)
+    found = load(name, "function")
     if not callable(found):
         raise ValueError(f"`{name}` is of {type(found)}. Name a function.")
     return found
 
 
-def load(name: str) -> Any:
+def load(name: str, kind: str) -> Any:
     """Loads a value named as `module:name`, also from a module in the current folder.
 
     Example:
-      >>> load("string:digits")
+      >>> load("string:digits", "text")
       '0123456789'
     """
     module, _, path = name.partition(":")
@@ -191,7 +191,7 @@ def load(name: str) -> Any:
             found = getattr(found, part)
     except Exception as error:
         raise ValueError(
-            f"`{name}` cannot be loaded as `module:name`: {type(error).__name__}: "
+            f"`{name}` cannot be loaded as `module:{kind}`: {type(error).__name__}: "
             f"{error}. Run this in the folder of the module, or fix the module."
         ) from error
     return found

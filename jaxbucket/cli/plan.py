@@ -186,7 +186,7 @@ def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPla
 def _boundaries(text: str) -> Any:
     """Returns the value of `--boundaries`: a rule, or a list of T."""
     if ":" in text:
-        return load(text)
+        return load(text, "list")
     with contextlib.suppress(ValueError):
         return [*map(integer, text.split(","))]
     return text

@@ -1,5 +1,6 @@
 """The commands print the numbers of the library, and refuse what is invalid."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -291,6 +292,29 @@ def test_simulate_has_the_numbers_of_the_library(files):
         expected = simulate({"plan.json": PLAN}, LENGTHS, cluster)
         assert found == json.loads(expected.to_json())
     run("simulate", "lengths.npy", "plan.json", *times, "--row-seconds", "hours.json")
+
+
+def test_simulate_has_an_option_for_each_attribute_of_a_cluster():
+    numbers_of = {
+        "num_hosts": 3,
+        "devices_per_host": 2,
+        "skew": 0.2,
+        "row_seconds": 0.01,
+        "compile_seconds": 5.0,
+        "hours_between_faults": 0.3,
+        "restart_seconds": 60.0,
+        "checkpoint_seconds": 0.5,
+        "checkpoint_steps": 3,
+    }
+    words = (x for name, n in numbers_of.items() for x in (f"--{name}", n))
+    words = [str(x).replace("_", "-") for x in words]
+    costs = jb.plan.TokenCost(1e4)
+    cluster = Cluster(step_seconds=costs, **numbers_of)
+    fields = {field.name for field in dataclasses.fields(Cluster)}
+    assert fields == {*numbers_of, "step_seconds"}
+    expected = simulate({"plan.json": PLAN}, LENGTHS, cluster)
+    words = ("lengths.npy", "plan.json", "--per-second", 1e4, *words)
+    assert numbers("simulate", *words) == json.loads(expected.to_json())
 
 
 def test_histograms_are_planned_compared_and_reported(files):

@@ -242,7 +242,8 @@ def test_the_command_writes_a_budget(tmp_path, monkeypatch):
         return CliRunner().invoke(main, [str(x) for x in arguments])
 
     options = ("fit", "--recipe", "test_fit:recipe", "--seq-lens", "16, 64")
-    done = run(*options, "--memory-gb", 0.001, "-o", path, "--json")
+    limits = ("--memory-gb", 0.00125, "--margin", 0.2)
+    done = run(*options, *limits, "-o", path, "--json")
     assert done.exit_code == 0, done.output
     fitted = jb.plan.FittedBatchSizes.load(path)
     assert json.loads(done.output) == fitted.to_dict() == json.loads(path.read_text())

@@ -129,6 +129,9 @@ def test_the_command_fills_the_folder_and_prints_a_table(plan, tmp_path):
     assert [p["source"] for p in numbers["programs"]] == ["loaded"] * 3
     assert numbers["above"] == [] and numbers["cache"] == str(cache)
     assert numbers["not_kept"] == []
+    # Programs of another key are others.
+    numbers = json.loads(command(*options, "--json", "--key", "2").output)
+    assert [p["source"] for p in numbers["programs"]] == ["compiled"] * 3
 
 
 @pytest.mark.parametrize("option", ["--cache", "--xla-cache"])
