@@ -151,6 +151,11 @@ def _planned(
         )
     if block_sparse and pack == "never":
         raise ValueError("`block_sparse` requires `pack`. Add `--pack auto`.")
+    if num_buckets != "auto" and (compile_seconds, num_epochs) != (None, 1):
+        raise ValueError(
+            "`compile_seconds` and `num_epochs` require `num_buckets=auto`. Add "
+            "`--num-buckets auto`."
+        )
     if num_buckets == "auto":
         curve = plan_curve(
             lengths,

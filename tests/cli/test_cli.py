@@ -549,6 +549,8 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("plan lengths.npy --max-tokens a=9,b=9", "'a'"),
         ("plan lengths.npy --max-tokens 999 --max-seq-len 9", "max_seq_len"),
         ("plan lengths.npy --max-tokens 999 --block-sparse", "block_sparse"),
+        ("plan lengths.npy --max-tokens 999 --compile-seconds 9", "num_buckets"),
+        ("plan lengths.npy --max-tokens 999 --num-epochs 9", "num_buckets"),
         ("plan lengths.npy --max-tokens 999 --pack auto --boundaries 500", "pack"),
         ("plan lengths.npy --max-tokens 999 --pack auto --accumulate 2", "accumulate"),
         ("plan lengths.npy --max-tokens 999 --width 4", "depth"),
