@@ -36,8 +36,8 @@ def check_lengths(
     array = np.asarray(lengths)
     if array.ndim != 1:
         raise ValueError(
-            f"`{name}` has the shape {array.shape}. Pass one length per example, [N]; "
-            "counts of lengths are not enough here. For examples with several "
+            f"`{name}` is a {type(lengths).__name__} of the shape {array.shape}. Pass "
+            "one length per example, [N]; counts are not enough here. For several "
             "sequences, plan buckets with a T for each."
         )
     # By kind, because numpy also treats timedelta64 as an integer dtype.

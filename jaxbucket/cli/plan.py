@@ -147,7 +147,7 @@ def _planned(
     if sum(given) > 1:
         raise ValueError(
             "`pack`, `boundaries` and `num_buckets=auto` each define the shapes. Pass "
-            "only one of them."
+            "only one of them, or pack rows of given T in Python, by `jb.packing.pack`."
         )
     if block_sparse and pack == "never":
         raise ValueError("`block_sparse` requires `pack`. Add `--pack auto`.")
