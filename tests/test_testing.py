@@ -577,6 +577,35 @@ def test_a_step_that_counts_empty_rows_is_reported(loss_fn):
 
 
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("num_rows", [4, 6, 8])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_mean_over_the_means_of_devices_is_reported(num_rows, is_strided):
+    rows = np.arange(num_rows)
+    is_first = rows % 2 == 0 if is_strided else rows < num_rows // 2
+
+    def mean_of_means(w, batch):
+        halves = []
+        for half in (is_first, ~is_first):
+            real = batch.mask[half]
+            x = (w * batch.features["x"][half] - 1) ** 2
+            halves.append(jnp.sum(x, where=real) / jnp.sum(real))
+        return sum(halves) / 2
+
+    rows = [{"x": np.arange(1.0, n)} for n in range(2, num_rows + 2)]
+    batch = collate_rows(rows, Bucket(num_rows, 16))
+    with pytest.raises(AssertionError, match="order"):
+        check_step(*step_of(mean_of_means), batch, empty_rows=False)
+
+
+def test_a_step_that_changes_nothing_is_refused():
+    batch, _ = rows_of_floats()
+    with pytest.raises(ValueError, match="`step_fn`"):
+        check_step(lambda w, batch: w, jnp.float32(1), batch)
+    with pytest.raises(ValueError, match="`step_fn`"):
+        check_step(lambda w, batch: None, {"w": jnp.float32(1), "n": 1}, batch)
+
+
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_step_that_updates_a_module_in_place_is_checked():
     def state():
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))

@@ -122,8 +122,8 @@ def convert_batch(
       batch: a batch of padded or packed rows, with numpy arrays or `jax.Array`s. It may
         be traced by jit.
       names: a key of `FORMATS`, or a mapping from each output name to a column or to a
-        function of the batch. "huggingface" has no mask that keeps the examples of a
-        packed row apart.
+        function of the batch. Only "maxtext", "t5", "t5_decoder" and "tunix" keep the
+        examples of a packed row apart.
       tokens: the feature with the tokens, or with those of the decoder; by default the
         only feature of `[B, T]` integers.
       encoder: the feature with the tokens of the encoder.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -114,9 +115,9 @@ def _of_mapping(counts: Mapping[int, int], name: str) -> tuple[np.ndarray, np.nd
     is_counted &= numbers.shape == lengths.shape
     if not is_counted or numbers.min() < 0 or not 0 < numbers.max() < _MAX_TOKENS:
         raise ValueError(
-            f"`{name}` is a mapping with the items {[*counts.items()][:4]}. Pass "
-            "integers, length -> number of examples, or the name of each sequence -> "
-            "lengths [N]."
+            f"`{name}` is a mapping with the items {reprlib.repr(dict(counts))}. Pass "
+            "integers, length -> number of examples; or, where examples have several "
+            "sequences, the name of each -> lengths [N]."
         )
     return check_lengths(lengths[numbers > 0], name), numbers[numbers > 0]
 

@@ -31,7 +31,7 @@ class _Group(click.Group):
             raise
         except Exception as error:
             notes = getattr(error, "__notes__", ())
-            kinds = (ValueError, OSError, ImportError, MemoryError)
+            kinds = (ValueError, OSError, ImportError, MemoryError, EOFError)
             if not notes and not isinstance(error, kinds):
                 raise
             # A note names what a user's function was given.

@@ -79,7 +79,7 @@ def compare(
     unless --width, --per-second, --step-times or --cost-fn define the cost of a step.
     If you repeat --column, plans have a T for each column.
     """
-    check_outputs([lengths, *plan_files], plot=plot)
+    check_outputs(plot=plot)
     with new_figure(plot, 10, 6) as figure:
         measured = read_columns(lengths, **reading)
         comparison = compare_plans(

@@ -64,7 +64,7 @@ def fit(
     each T, and with ARGUMENTS, which follow `--`. The output is a budget for `jaxbucket
     plan --max-tokens FILE`. The exit status is 1 if for some T nothing fits.
     """
-    check_outputs([], output=output)
+    check_outputs(output=output)
     from jaxbucket.compile.fit import fit_batch_sizes
 
     with using_topology(topology, num_slices):

@@ -15,11 +15,11 @@ from typing import Any
 import click
 
 from jaxbucket.base.length_counts import LengthCounts
-from jaxbucket.cli.options import RATE, all_of, load_function
+from jaxbucket.cli.options import RATE, Input, all_of, load_function
 from jaxbucket.data.length_files import read_lengths, suffix_of
 
 # Lengths, which may also come from standard input.
-LENGTHS = click.Path(True, dir_okay=False, allow_dash=True, path_type=pathlib.Path)
+LENGTHS = Input(allow_dash=True)
 _READING = all_of(
     click.option(
         "--column",
@@ -89,6 +89,11 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
                 f"`{path}` is a JSON object with the keys {list(found)[:4]}. Pass an "
                 'object of how many examples have each length, such as {"128": 9}; one '
                 "array of examples; or .jsonl, with an object in each line."
+            )
+        if columns or any(options.values()):
+            raise ValueError(
+                f"`{path}` has counts of lengths, which are used as they are. Leave "
+                "out `column`, `scale`, `length_fn` and `unit`."
             )
         counts = {int(length): number for length, number in found.items()}
         return LengthCounts(counts, name=str(path))

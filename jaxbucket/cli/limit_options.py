@@ -26,6 +26,7 @@ from jaxbucket.cli.options import (
     integer,
     load_function,
 )
+from jaxbucket.cli.output import note_input
 from jaxbucket.plan.costs import CostFn, StepTime, TokenCost, TransformerCost
 from jaxbucket.plan.limits import Limits
 from jaxbucket.plan.memory_fit import FittedBatchSizes
@@ -154,6 +155,7 @@ def _budget(text: str) -> Any:
     with contextlib.suppress(ValueError):
         return integer(text)
     if os.path.isfile(text):
+        note_input(text)
         return FittedBatchSizes.load(text)
     if "=" in text:
         return Each(POSITIVE).convert(text, None, None)

@@ -10,16 +10,17 @@ import click
 import numpy as np
 
 from jaxbucket.base.checks import check_lengths
+from jaxbucket.base.length_counts import LengthCounts
 from jaxbucket.base.table import number_table
 from jaxbucket.cli.length_options import read_columns, reading_options
-from jaxbucket.cli.options import NEW, form_option, load_function, plot_option
+from jaxbucket.cli.options import NEW, Input, form_option, load_function, plot_option
 from jaxbucket.cli.output import atomic_write, check_outputs, new_figure, show
 from jaxbucket.data.length_files import UNITS, Unit
 from jaxbucket.data.measure import measure_lengths
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", type=Input(exists=False, path_type=str))
 @reading_options
 @click.option(
     "--unit", type=click.Choice(UNITS), help="The unit in which text is measured."
@@ -57,7 +58,7 @@ def measure(
     examples, or an array of lengths. If you repeat --column, all columns are measured
     in one pass.
     """
-    check_outputs([pathlib.Path(source)], output=output, plot=plot)
+    check_outputs(output=output, plot=plot)
     if unit and reading["measure"]:
         raise ValueError(f"`unit={unit}` and `length_fn` both measure. Pass only one.")
     columns = reading["columns"]
@@ -89,7 +90,13 @@ def _measured(source: str, reading: dict[str, Any], num_workers: int) -> Any:
     path = pathlib.Path(source)
     # A file may have a colon in its name.
     if path.exists() or ":" not in source:
-        return read_columns(path, **reading)
+        lengths = read_columns(path, **reading)
+        if isinstance(lengths, LengthCounts):
+            raise ValueError(
+                f"`{source}` has counts of lengths, which are measured already. Pass "
+                "it to `jaxbucket plan`."
+            )
+        return lengths
     columns = reading["columns"]
     if reading["measure"] or reading["scales"]:
         raise ValueError(

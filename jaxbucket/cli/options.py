@@ -13,6 +13,7 @@ from typing import Any, get_args
 import click
 
 from jaxbucket.base.policies import GROUPS
+from jaxbucket.cli.output import note_input
 from jaxbucket.plan.flow.remainder import Remainder
 
 
@@ -60,7 +61,23 @@ class Each(click.ParamType):
 
 
 POSITIVE = _Positive(min=1)
-EXISTING = click.Path(exists=True, dir_okay=False, path_type=pathlib.Path)
+
+
+class Input(click.Path):
+    """The path of a file that a command reads."""
+
+    def __init__(self, **options: Any):
+        options = {"exists": True, "path_type": pathlib.Path} | options
+        super().__init__(dir_okay=False, **options)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Returns the path, which no output may overwrite."""
+        path = super().convert(value, param, ctx)
+        note_input(path)
+        return path
+
+
+EXISTING = Input()
 NEW = click.Path(dir_okay=False, writable=True, path_type=pathlib.Path)
 RATE = click.FloatRange(min=0, min_open=True)
 

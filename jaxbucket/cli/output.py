@@ -16,6 +16,8 @@ from jaxbucket.base.files import complete
 from jaxbucket.base.table import Record
 from jaxbucket.plan.reports.epoch import Report
 
+# Where the context of a command has the files that it reads.
+_INPUTS = "jaxbucket.inputs"
 # Lines of text are not longer than this, even if the terminal is wider.
 _PAGE = 100
 
@@ -87,17 +89,22 @@ def draw_plan(figure: Any, plan: BucketPlan, lengths: Any, epoch: Report) -> Non
     draw(plan, lengths, figure.subplots(), epoch=epoch)
 
 
-def check_outputs(inputs: list[pathlib.Path], **outputs: pathlib.Path | None) -> None:
+def note_input(path: Any) -> None:
+    """Notes that the command reads this file, for `check_outputs`."""
+    taken = click.get_current_context().meta.setdefault(_INPUTS, set())
+    taken.add(os.path.realpath(path))
+
+
+def check_outputs(**outputs: pathlib.Path | None) -> None:
     """Raises a ValueError if an output cannot be written, or conflicts with a file.
 
     An output must not overwrite an input or another output. This is checked before a
     command does anything, which may take hours.
 
     Args:
-      inputs: files that the command reads.
       outputs: the values of the options that name files to write.
     """
-    taken = {os.path.realpath(path) for path in inputs}
+    taken = set(click.get_current_context().meta.get(_INPUTS, ()))
     for name, path in outputs.items():
         if path is None:
             continue

@@ -39,17 +39,18 @@ from jaxbucket.plan.reports.epoch import report
 
 
 def _number(context: click.Context, option: click.Parameter, text: Any) -> Any:
-    """Returns the value of `--num-buckets`, an integer or "auto"."""
-    return text if text == "auto" else POSITIVE.convert(text, option, context)
+    """Returns the value of `--num-buckets`: an integer, "auto" or None."""
+    is_number = text not in ("auto", None)
+    return POSITIVE.convert(text, option, context) if is_number else text
 
 
 @click.command()
 @click.argument("lengths", type=LENGTHS)
 @click.option(
     "--num-buckets",
-    default="8",
     callback=_number,
-    help="Maximum number of shapes, or auto to balance compile time against padding.",
+    help="Maximum number of shapes, 8 by default; or auto to balance compile time "
+    "against padding.",
 )
 @click.option(
     "--boundaries",
@@ -98,7 +99,7 @@ def plan(
     `jb.packing.pack(lengths, [x.seq_len for x in plan.buckets],
     overlong=plan.overlong)` in the training job to fill the rows.
     """
-    check_outputs([lengths], output=output, plot=plot)
+    check_outputs(output=output, plot=plot)
     is_auto = options["num_buckets"] == "auto"
     with new_figure(plot, 8, 11 if is_auto else 7) as figure:
         rows = read_columns(lengths, **reading)
@@ -149,6 +150,12 @@ def _planned(
             "`pack`, `boundaries` and `num_buckets=auto` each define the shapes. Pass "
             "only one of them, or pack rows of given T in Python, by `jb.packing.pack`."
         )
+    rule = _boundaries(boundaries)
+    if num_buckets and not isinstance(rule, str):
+        raise ValueError(
+            f"`num_buckets={num_buckets}`, but `boundaries` lists all shapes. Leave "
+            "out one of the two."
+        )
     if block_sparse and pack == "never":
         raise ValueError("`block_sparse` requires `pack`. Add `--pack auto`.")
     if num_buckets != "auto" and (compile_seconds, num_epochs) != (None, 1):
@@ -165,14 +172,14 @@ def _planned(
         )
         return curve.chosen.plan, curve, None
     if pack != "never":
-        options: Any = {"num_buckets": num_buckets, "pack": pack}
+        options: Any = {"num_buckets": num_buckets or 8, "pack": pack}
         packed = pack_rows(lengths, limits, block_sparse=block_sparse, **options)
         return packed.plan, None, packed
     made = plan_within(
         lengths,
         Limits(**limits),
-        num_buckets=num_buckets,
-        boundaries=_boundaries(boundaries),
+        num_buckets=num_buckets or 8,
+        boundaries=rule,
     )
     return made, None, None
 

@@ -62,7 +62,7 @@ def report(
     packed rows; then LENGTHS are packed first. If the plan is for several sequences,
     LENGTHS has a column of the same name for each.
     """
-    check_outputs([plan_file, lengths], plot=plot)
+    check_outputs(plot=plot)
     with new_figure(plot, 8, 7) as figure:
         plan = read_plan(plan_file)
         reading["columns"] = reading["columns"] or plan.sequences

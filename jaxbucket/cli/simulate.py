@@ -21,7 +21,7 @@ from jaxbucket.cli.options import (
     plot_option,
     remainder_option,
 )
-from jaxbucket.cli.output import check_outputs, new_figure, show
+from jaxbucket.cli.output import check_outputs, new_figure, note_input, show
 from jaxbucket.cli.report import read_plan
 from jaxbucket.plan.costs import CostFn
 from jaxbucket.simulate.cluster import Cluster
@@ -41,6 +41,7 @@ class _Measured(click.ParamType):
         except ValueError:
             pass
         try:
+            note_input(value)
             return np.asarray(json.loads(pathlib.Path(value).read_text("utf-8")))
         except (OSError, ValueError) as error:
             self.fail(f"{value} is no number, and no JSON array in a file: {error}")
@@ -129,7 +130,7 @@ def simulate(
     the plans, if these are in seconds, unless --per-second, --width, --step-times,
     --cost-fn or --programs define them.
     """
-    check_outputs([lengths, *plan_files], plot=plot)
+    check_outputs(plot=plot)
     with new_figure(plot, 10, 8) as figure:
         simulation = simulate_plans(
             {str(path): read_plan(path) for path in plan_files},

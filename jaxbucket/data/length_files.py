@@ -88,6 +88,8 @@ def read_lengths(
             if callable(measure):
                 for name, values in read.items():
                     read[name] = _results(measure, values.tolist(), name, 0)
+            elif measure:
+                raise ValueError(f"`unit={measure}` is for text. Leave it out.")
         else:
             read = _read_table(path, suffix, columns, measure)
     # Text beside numbers has another scale.

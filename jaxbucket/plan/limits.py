@@ -35,6 +35,8 @@ from jaxbucket.plan.flow.step_sizes import StepSizes
 
 # What has the sequences of the limits, for messages.
 _OTHERS = "the lengths have"
+# What may be a mapping from sequence name to a value.
+_PER_SEQUENCE = ("max_tokens", "seq_len_multiple", "max_seq_len", "overlong")
 
 Budget: TypeAlias = int | Mapping[str, int] | Sequence[int] | Callable[[Any], int]
 
@@ -143,14 +145,14 @@ class Limits:
         self._set(name, sizes_of(name, getattr(self, name), self.sequences, _OTHERS))
 
     def _set_sequences(self) -> None:
-        names: Any = self.sequences
+        argument, names = "sequences", cast(Any, self.sequences)
         if not names:
-            values = (self.max_tokens, self.seq_len_multiple)
-            values = (*values, self.max_seq_len, self.overlong)
-            names = next((x for x in values if isinstance(x, Mapping)), ())
+            given = {name: getattr(self, name) for name in _PER_SEQUENCE}
+            mappings = (x for x in given.items() if isinstance(x[1], Mapping))
+            argument, names = next(mappings, (argument, ()))
         if names:
             names = [names] if isinstance(names, str) else names
-            check_sequence_names("sequences", dict.fromkeys(names))
+            check_sequence_names(argument, dict.fromkeys(names))
         self._set("sequences", tuple(sorted(set(names))))
 
     def of(self, lengths: Counted) -> Limits:
@@ -382,6 +384,8 @@ class Limits:
             most = np.maximum(self._each(budget), least * seq_lens.max(axis=0))
             needed = dict(zip(self.sequences, most.tolist(), strict=True))
         else:
+            if callable(budget):
+                needed = least * int(_totals(seq_lens)[bad])
             budget = int(self._of_shapes("max_tokens", seq_lens)[bad])
         raise ValueError(
             f"`max_tokens={budget!r}` does not hold {least} row{'s' * (least > 1)} of "

@@ -113,7 +113,7 @@ class FittedBatchSizes(Record):
           ValueError: if it is not such a file.
         """
         try:
-            numbers = json.loads(pathlib.Path(path).read_text())
+            numbers = json.loads(pathlib.Path(path).read_text("utf-8"))
             sizes = tuple(FittedBatchSize(**size) for size in numbers["sizes"])
             for size in sizes:
                 check_positive("seq_len", size.seq_len)
@@ -121,7 +121,8 @@ class FittedBatchSizes(Record):
             return cls(sizes, numbers["limit_bytes"])
         except (ValueError, TypeError, LookupError) as error:
             raise ValueError(
-                f"{path} is not a file of `jaxbucket fit -o`: {error!r}"
+                f"{path} is not a file of `jaxbucket fit -o`: {type(error).__name__}: "
+                f"{error}"
             ) from error
 
     def __repr__(self) -> str:

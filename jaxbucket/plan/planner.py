@@ -101,7 +101,7 @@ def plan_buckets(
         "equal_tokens" the same number of tokens; "equal_width" and "geometric" increase
         T by a constant step or ratio, "quarters" uses four equal steps, and
         "powers_of_two" uses the largest powers of two. You can also pass increasing
-        lengths; then `num_buckets` and `max_seq_len` are ignored. With several
+        lengths, for which `num_buckets` has no effect. With several
         sequences, pass "optimal" or a list of mappings with a T for each. To fix B as
         well, use `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
@@ -165,9 +165,13 @@ def plan_within(
     given: list[Any] | None = None
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
         given = list(boundaries)
+    if given is not None:
+        several = isinstance(lengths, Mapping)
+        plan_at: Any = plan_sequences_at if several else _plan_at
+        plan = plan_at(given, lengths, limits)
+        _check_last(plan, limits)
+        return plan
     if isinstance(lengths, Mapping):
-        if given is not None:
-            return plan_sequences_at(given, lengths, limits)
         if boundaries != "optimal":
             raise ValueError(
                 f"`boundaries={boundaries!r}` requires examples with one length. Use "
@@ -175,17 +179,23 @@ def plan_within(
             )
         return plan_sequences(lengths, limits, num_buckets)
     counted, rule = LengthCounts.of(lengths), cast(Rule, boundaries)
-    if given is not None:
-        return _plan_at(given, counted, limits)
     check_choice("boundaries", rule, sorted(RULES))
     candidates = Candidates.of(counted, limits)
     chosen = RULES[rule](candidates, min(num_buckets, len(candidates)))
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
-def _plan_at(
-    boundaries: list[Any], lengths: LengthCounts, limits: Limits
-) -> BucketPlan:
+def _check_last(plan: BucketPlan, limits: Limits) -> None:
+    """Raises a ValueError if `max_seq_len` is not the last T of given boundaries."""
+    last = plan.seq_lens.max(axis=0)
+    if (limits.max_seq_lens(last[None]) != last).any():
+        raise ValueError(
+            f"`max_seq_len={limits.max_seq_len!r}` is not the last T of `boundaries`, "
+            f"{last.tolist()}. Leave it out, or change the boundaries."
+        )
+
+
+def _plan_at(boundaries: list[Any], lengths: Counted, limits: Limits) -> BucketPlan:
     """Returns the plan with the boundaries that the user gave."""
     array, multiple = np.asarray(boundaries), int(limits.multiples[0])
     is_valid = array.ndim == 1 and array.size and array.dtype.kind in "iu"

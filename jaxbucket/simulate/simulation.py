@@ -137,6 +137,8 @@ def _range(epoch: SimulatedEpoch, has_faults: bool) -> str:
     if not has_faults:
         return f"an epoch takes {low}"
     share = f"{epoch.without_fault:.1%}"
+    if share == "100.0%" and epoch.without_fault < 1:
+        share = "more than 99.9%"
     if low == high and epoch.without_fault > 0.5:
         return f"{share} of epochs have no fault and take {low}"
     takes = low if low == high else f"{low} to {high}"
@@ -147,10 +149,11 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
     """Yields what the table does not say about an epoch."""
     if epoch.checkpoint_steps is not None:
         between = epoch.checkpoint_steps * epoch.steps["seconds"].mean()
-        every = f"{epoch.checkpoint_steps:,} steps ({format_duration(between)})"
-        checkpoints = f"a checkpoint every {every}"
+        interval = epoch.checkpoint_steps
+        steps = f"{interval:,} steps" if interval > 1 else "step"
+        checkpoints = f"a checkpoint every {steps} ({format_duration(between)})"
         if epoch.checkpoint_steps >= epoch.report.steps_per_epoch:
-            checkpoints = "no checkpoint before its end"
+            checkpoints = "no checkpoint before the end"
         chosen = "" if cluster.checkpoint_steps else ", which loses least"
         if chosen and not cluster.checkpoint_seconds:
             chosen = " (they take no time; pass `checkpoint_seconds`)"

@@ -15,6 +15,7 @@ from jaxbucket.testing.loss import REMEDIES, checked_batch, is_close
 from jaxbucket.testing.variants import (
     PaddedFeatures,
     is_packed,
+    other_order,
     take_rows,
     with_empty_rows,
     with_more_columns,
@@ -30,9 +31,10 @@ _EMPTY_ROWS = (
 )
 
 
-_ROW_INDEX = (
-    "The result of a row depends on its index. Turn dropout off for this check, as "
-    "`model.eval()` does."
+_ORDER = (
+    "Add sums over devices and micro-batches, and divide once, instead of averaging "
+    "means. Turn dropout off for this check, as `model.eval()` does, and return no "
+    "values of single rows."
 )
 _NUMBERS = np.bool_, np.number
 # Metrics of the library's own steps that describe the shape of the batch.
@@ -92,8 +94,9 @@ def check_step(
     Raises:
       AssertionError: if results differ, with the differences and a remedy; or if they
         are not finite.
-      ValueError: if the batch has fewer than two rows with examples, or the axes of a
-        feature of several sequences with the same T are not known.
+      ValueError: if the batch has fewer than two rows with examples, the axes of a
+        feature of several sequences with the same T are not known, or the step changes
+        and returns nothing.
     """
     batch = checked_batch(batch)
     if not empty_rows and not batch.row_mask.all():
@@ -104,6 +107,11 @@ def check_step(
         raise AssertionError(
             f"`step_fn` returns values that are not finite: {shorten(infinite, '; ')}. "
             f"A softmax or a mean over an empty row may be the cause. {_EMPTY_ROWS}"
+        )
+    if not any(old is None or _is_moved(x, old) for x, old in expected.values()):
+        raise ValueError(
+            "`step_fn` changes no float of `state` and returns nothing else, so there "
+            "is nothing to compare. Return the loss, or use a learning rate above 0."
         )
     for variant, remedy, changed in _variants(batch, empty_rows, sequences):
         results = _results(step_fn, state, changed)
@@ -121,7 +129,7 @@ def _variants(
     """Yields each variant of a batch, with its description and the remedy."""
     reorder, _, _, with_padding, with_columns, alone = REMEDIES
     num_rows = batch.bucket.batch_size
-    yield reorder, _ROW_INDEX, take_rows(batch, np.arange(num_rows)[::-1])
+    yield reorder, _ORDER, take_rows(batch, other_order(num_rows))
     padded = batch
     if empty_rows:
         padded = with_empty_rows(batch, num_rows)
@@ -170,6 +178,11 @@ def _results(
             if (x := _number(leaf)) is not None and not name.endswith(_OF_SHAPES):
                 found[name] = x, old
     return found
+
+
+def _is_moved(x: np.ndarray, old: np.ndarray) -> bool:
+    # A counter moves in any case.
+    return x.dtype.kind in "fc" and not np.array_equal(x, old)
 
 
 def _copy(x: Any) -> Any:

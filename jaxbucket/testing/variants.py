@@ -21,6 +21,20 @@ def is_packed(batch: Batch) -> bool:
     return bool(batch.segments_per_row.max() > 1)
 
 
+def other_order(num_rows: int) -> np.ndarray:
+    """Returns an order of rows that breaks up their halves, and every second row.
+
+    These are what devices and micro-batches have.
+    """
+    rng, half = np.random.default_rng(0), num_rows // 2
+    for _ in range(100):
+        order = rng.permutation(num_rows)
+        parts = order[:half] < half, order[::2] % 2
+        if all(0 < np.mean(part) < 1 for part in parts):
+            return order
+    return np.arange(num_rows)[::-1]
+
+
 def take_rows(tree: _T, rows: np.ndarray) -> _T:
     """Returns a batch, or keys of rows, with these rows only."""
     return jax.tree.map(lambda x: x[rows], tree)

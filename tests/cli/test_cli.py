@@ -1,6 +1,7 @@
 """The commands print the numbers of the library, and refuse what is invalid."""
 
 import dataclasses
+import gzip
 import json
 import os
 import pathlib
@@ -86,6 +87,8 @@ def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
     pathlib.Path("negative.json").write_text('{"128": 7, "-3": 2}')
     pathlib.Path("fraction.json").write_text('{"128": 7.5}')
     pathlib.Path("empty.json").write_text("{}")
+    pathlib.Path("counts.json").write_text('{"128": 7}')
+    pathlib.Path("times.json").write_text('{"[8, 512]": 0.2}')
     name = f"functions_{tmp_path.name.replace('-', '_')}"
     pathlib.Path(f"{name}.py").write_text(MODULE)
     monkeypatch.setattr(sys.modules[__name__], "FUNCTIONS", name, raising=False)
@@ -565,6 +568,26 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
         ("plan negative.json --max-tokens 999", "'-3'"),
         ("plan fraction.json --max-tokens 999", "7.5"),
         ("plan empty.json --max-tokens 999", "empty.json"),
+        ("plan counts.json --max-tokens 999 --scale 100", "scale"),
+        ("plan counts.json --max-tokens 999 --column n", "column"),
+        ("measure counts.json", "counts.json"),
+        ("measure counts.json --unit bytes", "unit"),
+        ("measure lengths.npy --unit bytes", "unit"),
+        (
+            "plan lengths.npy --max-tokens 4k --step-times times.json -o times.json",
+            "output",
+        ),
+        ("plan lengths.npy --max-tokens lengths.npy", "jaxbucket fit -o"),
+        ("plan lengths.npy --max-tokens 4k --seq-len-multiple a=8", "seq_len_multiple"),
+        (
+            "plan lengths.npy --max-tokens 4k --boundaries 512 --max-seq-len 256",
+            "max_seq_len",
+        ),
+        (
+            "plan lengths.npy --max-tokens 4k --boundaries 64,512 --num-buckets 1",
+            "num_buckets",
+        ),
+        ("report plan.json pairs.npz --column en --column de", "lengths"),
         ("plan lengths.npy --max-tokens 999 --length-fn no:f", "no:f"),
         ("plan lengths.npy --max-tokens 999 --length-fn FUNCTIONS:cost", "row 0"),
         ("plan lengths.npy --max-tokens 4k --scale 100", "max_tokens"),
@@ -594,6 +617,7 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
 def test_invalid_arguments_are_refused_without_a_traceback(words, shown):
     output = run(*words.split(), code=1)
     assert output.startswith("Error: ") and "Traceback" not in output
+    assert len(output) < 600
     assert shown.replace("FUNCTIONS", globals()["FUNCTIONS"]) in output
 
 
@@ -621,6 +645,12 @@ def test_invalid_arguments_are_refused_without_a_traceback(words, shown):
 )
 def test_wrong_options_are_usage_errors(words):
     assert "Usage: " in run(*words.split(), code=2)
+
+
+def test_a_truncated_file_is_named_as_such():
+    data = gzip.compress(b"n\n5\n")[:-9]
+    output = run("plan", "-", "--max-tokens", 999, given=data, code=1)
+    assert output.startswith("Error: Compressed file ended")
 
 
 def test_a_missing_matplotlib_names_the_extra(monkeypatch):
