@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -179,7 +179,7 @@ def _planned(
         lengths,
         Limits(**limits),
         num_buckets=num_buckets or 8,
-        boundaries=rule,
+        boundaries=cast(Any, rule),
     )
     return made, None, None
 
