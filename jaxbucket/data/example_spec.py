@@ -99,7 +99,7 @@ class ExampleSpec:
         if not all(lengths.values()) and self._lacks_a_part(lengths):
             raise ValueError(
                 f"`sequences` of the example have the lengths {lengths}. Remove the "
-                "example (`jb.data.select`)."
+                "example (`jb.data.select`, or `filter` of a stream)."
             )
         return lengths
 
@@ -169,9 +169,10 @@ def _length(arrays: Mapping[str, np.ndarray], features: Mapping[str, int]) -> in
     length, *others = {arrays[name].shape[axis] for name, axis in features.items()}
     if others:
         sizes = {name: arrays[name].shape[axis] for name, axis in features.items()}
+        several = {name: [name] for name in sizes}
         raise ValueError(
             f"The example has sequences of the lengths {sizes}. Name those that share "
-            "a length in `sequences`."
+            f"a length in `sequences`, or all, as several sequences: `{several}`."
         )
     return length
 

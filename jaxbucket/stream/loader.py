@@ -81,11 +81,16 @@ def from_loader(
       The dataset, for `stream_batches` and `sample_lengths`.
 
     Raises:
-      ValueError: if `to_example` is not callable. From an iterator: if it returns
-        something else, an iterator such as a generator is read a second time, or a
-        resumed loader has other elements than before.
+      ValueError: if `to_example` is not callable, or `loader` is a function. From an
+        iterator: if it returns something else, an iterator such as a generator is read
+        a second time, or a resumed loader has other elements than before.
     """
     check_function("to_example", to_example, "an element of the loader")
+    if callable(loader) and not hasattr(loader, "__iter__"):
+        raise ValueError(
+            f"`loader` is {loader}. Pass what it returns, in a function of (epoch, "
+            "seed) if that can be read only once."
+        )
     return LoaderDataset(loader, to_example, checked_shard(shard), resume)
 
 
@@ -148,7 +153,7 @@ class LoaderDataset(grain.IterDataset[Example]):
         Raises:
           ValueError: if `to_example` returns something else.
         """
-        with Noting("This is of `to_example`. Pass `list` for lists of examples."):
+        with Noting("This is of `to_example`: `dict` for dicts, `list` for lists."):
             converted: Any = self._to_example(element)
             is_one = isinstance(converted, Mapping)
             examples: list[Any] = [converted] if is_one else list(converted)

@@ -319,6 +319,11 @@ def test_a_wrong_conversion_is_named(to_example):
         list(jb.stream.from_loader([1], to_example))
 
 
+def test_a_function_is_no_loader():
+    with pytest.raises(ValueError, match="`loader`"):
+        jb.stream.from_loader(lambda: iter([]), dict)  # pyright: ignore
+
+
 def test_a_generator_is_read_once():
     dataset = jb.stream.from_loader((x for x in make_examples()), dict)
     iterator = iter(dataset)
