@@ -577,24 +577,41 @@ def test_a_step_that_counts_empty_rows_is_reported(loss_fn):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("num_rows", [4, 6, 8])
+@pytest.mark.parametrize(("num_rows", "parts"), [(4, 2), (6, 2), (6, 3), (8, 4)])
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_a_mean_over_the_means_of_devices_is_reported(num_rows, is_strided):
+def test_a_mean_over_the_means_of_devices_is_reported(num_rows, parts, is_strided):
     rows = np.arange(num_rows)
-    is_first = rows % 2 == 0 if is_strided else rows < num_rows // 2
+    part_of_row = rows % parts if is_strided else rows * parts // num_rows
 
     def mean_of_means(w, batch):
-        halves = []
-        for half in (is_first, ~is_first):
-            real = batch.mask[half]
-            x = (w * batch.features["x"][half] - 1) ** 2
-            halves.append(jnp.sum(x, where=real) / jnp.sum(real))
-        return sum(halves) / 2
+        means = []
+        for part in range(parts):
+            rows = part_of_row == part
+            real = batch.mask[rows]
+            x = (w * batch.features["x"][rows] - 1) ** 2
+            means.append(jnp.sum(x, where=real) / jnp.sum(real))
+        return sum(means) / parts
 
     rows = [{"x": np.arange(1.0, n)} for n in range(2, num_rows + 2)]
     batch = collate_rows(rows, Bucket(num_rows, 16))
     with pytest.raises(AssertionError, match="order"):
         check_step(*step_of(mean_of_means), batch, empty_rows=False)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_may_evaluate_or_count():
+    batch, _ = rows_of_floats()
+
+    def evaluate(state, batch):
+        return mean_of_tokens(2.0, batch), batch.num_tokens
+
+    def count(state, batch):
+        return {"tokens": state["tokens"] + batch.num_tokens}
+
+    check_step(evaluate, None, batch)
+    check_step(count, {"tokens": jnp.int32(0)}, batch)
+    with pytest.raises(AssertionError, match="empty rows"):
+        check_step(lambda _, batch: (mean_of_rows(2.0, batch), 3), None, batch)
 
 
 def test_a_step_that_changes_nothing_is_refused():

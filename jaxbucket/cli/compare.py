@@ -20,7 +20,7 @@ from jaxbucket.cli.options import (
     unit_option,
 )
 from jaxbucket.cli.output import check_outputs, new_figure, show
-from jaxbucket.cli.plan import pack_rows
+from jaxbucket.cli.plan import check_block_sparse, pack_rows
 from jaxbucket.cli.report import read_plan
 from jaxbucket.packing.planner import PACK_CHOICES
 from jaxbucket.plan.limits import Limits
@@ -80,6 +80,7 @@ def compare(
     If you repeat --column, plans have a T for each column.
     """
     check_outputs(plot=plot)
+    check_block_sparse(block_sparse, pack)
     with new_figure(plot, 10, 6) as figure:
         measured = read_columns(lengths, **reading)
         comparison = compare_plans(

@@ -92,8 +92,8 @@ def read_columns(path: pathlib.Path, columns: Sequence[str], **options: Any) -> 
             )
         if columns or any(options.values()):
             raise ValueError(
-                f"`{path}` has counts of lengths, which are used as they are. Leave "
-                "out `column`, `scale`, `length_fn` and `unit`."
+                "An object of how many examples have each length is used as it is. "
+                "Leave out `column`, `scale`, `length_fn` and the `unit` of text."
             )
         counts = {int(length): number for length, number in found.items()}
         return LengthCounts(counts, name=str(path))

@@ -156,8 +156,7 @@ def _planned(
             f"`num_buckets={num_buckets}`, but `boundaries` lists all shapes. Leave "
             "out one of the two."
         )
-    if block_sparse and pack == "never":
-        raise ValueError("`block_sparse` requires `pack`. Add `--pack auto`.")
+    check_block_sparse(block_sparse, pack)
     if num_buckets != "auto" and (compile_seconds, num_epochs) != (None, 1):
         raise ValueError(
             "`compile_seconds` and `num_epochs` require `num_buckets=auto`. Add "
@@ -182,6 +181,12 @@ def _planned(
         boundaries=cast(Any, rule),
     )
     return made, None, None
+
+
+def check_block_sparse(block_sparse: bool, pack: str) -> None:
+    """Raises a ValueError if an option of packed rows would have no effect."""
+    if block_sparse and pack == "never":
+        raise ValueError("`block_sparse` requires `pack`. Add `--pack auto`.")
 
 
 def pack_rows(lengths: Any, limits: dict[str, Any], **options: Any) -> PackedPlan:

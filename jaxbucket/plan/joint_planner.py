@@ -112,6 +112,7 @@ def plan_sequences_at(
             f"{list(limits.sequences)}."
         )
     rows = np.array([list(x.values()) for x in sizes], np.int64)
+    limits.check_boundaries(rows)
     return fitted_plan(limits, rows, lengths)
 
 

@@ -314,6 +314,17 @@ class Limits:
         unit = unit_of(self.cost_fn)
         return dataclasses.replace(plan, step_costs=costs, cost_unit=unit)
 
+    def check_boundaries(self, seq_lens: np.ndarray) -> None:
+        """Raises a ValueError if `max_seq_len` is not the last of given T, `[K, Q]`."""
+        if self.max_seq_len is None:
+            return
+        last = self._each(self.max_seq_len)
+        if not (seq_lens == last).all(axis=1).any() or (seq_lens > last).any():
+            raise ValueError(
+                f"`max_seq_len={self.max_seq_len!r}` is not the last of `boundaries`, "
+                f"{self.named(seq_lens)}. Leave it out, or change one of the two."
+            )
+
     def plan(self, seq_lens: Any, counts: Any = None) -> BucketPlan:
         """Returns the plan whose buckets have the given T.
 

@@ -168,9 +168,7 @@ def plan_within(
     if given is not None:
         several = isinstance(lengths, Mapping)
         plan_at: Any = plan_sequences_at if several else _plan_at
-        plan = plan_at(given, lengths, limits)
-        _check_last(plan, limits)
-        return plan
+        return plan_at(given, lengths, limits)
     if isinstance(lengths, Mapping):
         if boundaries != "optimal":
             raise ValueError(
@@ -185,16 +183,6 @@ def plan_within(
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
-def _check_last(plan: BucketPlan, limits: Limits) -> None:
-    """Raises a ValueError if `max_seq_len` is not the last T of given boundaries."""
-    last = plan.seq_lens.max(axis=0)
-    if (limits.max_seq_lens(last[None]) != last).any():
-        raise ValueError(
-            f"`max_seq_len={limits.max_seq_len!r}` is not the last T of `boundaries`, "
-            f"{last.tolist()}. Leave it out, or change the boundaries."
-        )
-
-
 def _plan_at(boundaries: list[Any], lengths: Counted, limits: Limits) -> BucketPlan:
     """Returns the plan with the boundaries that the user gave."""
     array, multiple = np.asarray(boundaries), int(limits.multiples[0])
@@ -205,5 +193,6 @@ def _plan_at(boundaries: list[Any], lengths: Counted, limits: Limits) -> BucketP
             f"`boundaries={boundaries}`: pass increasing multiples of "
             f"`seq_len_multiple={multiple}`."
         )
+    limits.check_boundaries(array[:, None])
     plan = limits.plan(boundaries)
     return limits.plan(boundaries, Tally.of(plan, lengths).examples)

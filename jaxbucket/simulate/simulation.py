@@ -136,9 +136,7 @@ def _range(epoch: SimulatedEpoch, has_faults: bool) -> str:
     low, high = map(format_duration, epoch.range)
     if not has_faults:
         return f"an epoch takes {low}"
-    share = f"{epoch.without_fault:.1%}"
-    if share == "100.0%" and epoch.without_fault < 1:
-        share = "more than 99.9%"
+    share = f"{epoch.without_fault:.1%}".replace("100.0%", "more than 99.9%")
     if low == high and epoch.without_fault > 0.5:
         return f"{share} of epochs have no fault and take {low}"
     takes = low if low == high else f"{low} to {high}"
@@ -156,7 +154,7 @@ def _sentences(epoch: SimulatedEpoch, cluster: Cluster) -> Iterator[str]:
             checkpoints = "no checkpoint before the end"
         chosen = "" if cluster.checkpoint_steps else ", which loses least"
         if chosen and not cluster.checkpoint_seconds:
-            chosen = " (they take no time; pass `checkpoint_seconds`)"
+            chosen = " (checkpoints take no time; pass `checkpoint_seconds`)"
         takes = _range(epoch, cluster.hours_between_faults is not None)
         yield f"By these step times, {takes}, with {checkpoints}{chosen}."
     number = cluster.num_devices

@@ -81,15 +81,15 @@ def from_loader(
       The dataset, for `stream_batches` and `sample_lengths`.
 
     Raises:
-      ValueError: if `to_example` is not callable, or `loader` is a function. From an
+      ValueError: if `to_example` is not callable, or `loader` is not iterable. From an
         iterator: if it returns something else, an iterator such as a generator is read
         a second time, or a resumed loader has other elements than before.
     """
     check_function("to_example", to_example, "an element of the loader")
-    if callable(loader) and not hasattr(loader, "__iter__"):
+    if not any(hasattr(type(loader), x) for x in ("__iter__", "__getitem__")):
         raise ValueError(
-            f"`loader` is {loader}. Pass what it returns, in a function of (epoch, "
-            "seed) if that can be read only once."
+            f"`loader` is {loader}, which is not iterable. Pass what it returns, in a "
+            "function of (epoch, seed) if that can be read only once."
         )
     return LoaderDataset(loader, to_example, checked_shard(shard), resume)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -95,8 +95,8 @@ def check_step(
       AssertionError: if results differ, with the differences and a remedy; or if they
         are not finite.
       ValueError: if the batch has fewer than two rows with examples, the axes of a
-        feature of several sequences with the same T are not known, or the step changes
-        and returns nothing.
+        feature of several sequences with the same T are not known, or the step neither
+        changes nor returns anything.
     """
     batch = checked_batch(batch)
     if not empty_rows and not batch.row_mask.all():
@@ -108,9 +108,9 @@ def check_step(
             f"`step_fn` returns values that are not finite: {shorten(infinite, '; ')}. "
             f"A softmax or a mean over an empty row may be the cause. {_EMPTY_ROWS}"
         )
-    if not any(old is None or _is_moved(x, old) for x, old in expected.values()):
+    if not _is_comparable(expected.values()):
         raise ValueError(
-            "`step_fn` changes no float of `state` and returns nothing else, so there "
+            "`step_fn` changes no float of `state`, and returns nothing else, so there "
             "is nothing to compare. Return the loss, or use a learning rate above 0."
         )
     for variant, remedy, changed in _variants(batch, empty_rows, sequences):
@@ -162,10 +162,10 @@ def _results(
     first = returned[0] if isinstance(returned, tuple | list) and returned else returned
 
     def is_state(x: Any) -> bool:
-        if structure.num_leaves > 1:
-            return jax.tree.structure(x) == structure
+        if jax.tree.structure(x) != structure or not structure.num_leaves:
+            return False
         # A single array is recognized by its place.
-        return x is given or x is first
+        return structure.num_leaves > 1 or x is given or x is first
 
     found = {}
     tree = {"state": given, "results": returned}
@@ -180,9 +180,13 @@ def _results(
     return found
 
 
-def _is_moved(x: np.ndarray, old: np.ndarray) -> bool:
-    # A counter moves in any case.
-    return x.dtype.kind in "fc" and not np.array_equal(x, old)
+def _is_comparable(numbers: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
+    """Returns whether a step returned a number, or changed one of its state."""
+    olds = [(x, old) for x, old in numbers if old is not None]
+    # A counter changes in any case.
+    floats = [pair for pair in olds if pair[0].dtype.kind in "fc"] or olds
+    is_returned = len(olds) < len([*numbers])
+    return is_returned or any(not np.array_equal(*pair) for pair in floats)
 
 
 def _copy(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -22,17 +22,26 @@ def is_packed(batch: Batch) -> bool:
 
 
 def other_order(num_rows: int) -> np.ndarray:
-    """Returns an order of rows that breaks up their halves, and every second row.
+    """Returns an order in which no equal parts have the same rows as before.
 
-    These are what devices and micro-batches have.
+    Devices and micro-batches have such parts: consecutive rows, or every n-th one.
     """
-    rng, half = np.random.default_rng(0), num_rows // 2
+    rng, rows = np.random.default_rng(0), np.arange(num_rows)
+    known = [rows.tolist(), *_divisions(rows)]
     for _ in range(100):
         order = rng.permutation(num_rows)
-        parts = order[:half] < half, order[::2] % 2
-        if all(0 < np.mean(part) < 1 for part in parts):
+        parts = [order.tolist(), *_divisions(order)]
+        if all(x != y for x, y in zip(parts, known, strict=True)):
             return order
-    return np.arange(num_rows)[::-1]
+    return rows[::-1]
+
+
+def _divisions(rows: np.ndarray) -> Iterator[set[frozenset[int]]]:
+    """Yields the parts of at least two rows into which devices may divide them."""
+    for number in range(2, len(rows) // 2 + 1):
+        if len(rows) % number == 0:
+            for parts in (rows.reshape(number, -1), rows.reshape(-1, number).T):
+                yield {frozenset(part) for part in parts.tolist()}
 
 
 def take_rows(tree: _T, rows: np.ndarray) -> _T:

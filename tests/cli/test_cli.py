@@ -588,6 +588,7 @@ def test_a_failed_write_leaves_the_old_file(files, monkeypatch):
             "num_buckets",
         ),
         ("report plan.json pairs.npz --column en --column de", "lengths"),
+        ("compare lengths.npy --max-tokens 4k --pack never --block-sparse", "pack"),
         ("plan lengths.npy --max-tokens 999 --length-fn no:f", "no:f"),
         ("plan lengths.npy --max-tokens 999 --length-fn FUNCTIONS:cost", "row 0"),
         ("plan lengths.npy --max-tokens 4k --scale 100", "max_tokens"),

@@ -221,6 +221,17 @@ def test_the_number_of_shapes_weighs_compiling_against_padding():
             {"max_seq_len": {"source": 63, "target": 64}, "seq_len_multiple": 8},
         ),
         ("max_seq_len", {"max_seq_len": 1, "overlong": "drop"}),
+        # No bucket holds 60 of both.
+        (
+            "max_seq_len",
+            {
+                "max_seq_len": 60,
+                "boundaries": [
+                    {"source": 30, "target": 60},
+                    {"source": 60, "target": 30},
+                ],
+            },
+        ),
     ],
 )
 def test_invalid_options_are_refused(name, options):

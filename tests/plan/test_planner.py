@@ -131,6 +131,8 @@ def test_the_remedy_for_a_small_budget_is_sufficient():
         ("max_seq_len", {"max_seq_len": "8"}),
         ("max_seq_len", {"max_seq_len": 500, "seq_len_multiple": 64}),
         ("max_seq_len", {"max_seq_len": 4, "overlong": "drop"}),
+        ("max_seq_len", {"max_seq_len": 8, "boundaries": [8, 64]}),
+        ("max_seq_len", {"max_seq_len": 128, "boundaries": [8, 64]}),
         ("lengths", {"max_seq_len": 4}),
         ("overlong", {"overlong": "cut"}),
         ("boundaries", {"boundaries": 8}),
