@@ -170,14 +170,15 @@ def _planned(
             num_epochs=num_epochs,
         )
         return curve.chosen.plan, curve, None
+    num_buckets = num_buckets or 8
     if pack != "never":
-        options: Any = {"num_buckets": num_buckets or 8, "pack": pack}
+        options: Any = {"num_buckets": num_buckets, "pack": pack}
         packed = pack_rows(lengths, limits, block_sparse=block_sparse, **options)
         return packed.plan, None, packed
     made = plan_within(
         lengths,
         Limits(**limits),
-        num_buckets=num_buckets or 8,
+        num_buckets=num_buckets,
         boundaries=cast(Any, rule),
     )
     return made, None, None

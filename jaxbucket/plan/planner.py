@@ -101,9 +101,9 @@ def plan_buckets(
         "equal_tokens" the same number of tokens; "equal_width" and "geometric" increase
         T by a constant step or ratio, "quarters" uses four equal steps, and
         "powers_of_two" uses the largest powers of two. You can also pass increasing
-        lengths, for which `num_buckets` has no effect. With several
-        sequences, pass "optimal" or a list of mappings with a T for each. To fix B as
-        well, use `BucketPlan.from_shapes`.
+        lengths; then `num_buckets` is ignored, and `max_seq_len` is the last of them.
+        With several sequences, pass "optimal" or a list of mappings with a T for each.
+        To fix B as well, use `BucketPlan.from_shapes`.
       overlong: what to do with examples longer than the last bucket: "error", "drop",
         "truncate", "truncate_left" to keep their last tokens, or "split" to plan for
         the chunks that `split_source` returns.
@@ -165,11 +165,9 @@ def plan_within(
     given: list[Any] | None = None
     if isinstance(boundaries, Iterable) and not isinstance(boundaries, str):
         given = list(boundaries)
-    if given is not None:
-        several = isinstance(lengths, Mapping)
-        plan_at: Any = plan_sequences_at if several else _plan_at
-        return plan_at(given, lengths, limits)
     if isinstance(lengths, Mapping):
+        if given is not None:
+            return plan_sequences_at(given, lengths, limits)
         if boundaries != "optimal":
             raise ValueError(
                 f"`boundaries={boundaries!r}` requires examples with one length. Use "
@@ -177,13 +175,17 @@ def plan_within(
             )
         return plan_sequences(lengths, limits, num_buckets)
     counted, rule = LengthCounts.of(lengths), cast(Rule, boundaries)
+    if given is not None:
+        return _plan_at(given, counted, limits)
     check_choice("boundaries", rule, sorted(RULES))
     candidates = Candidates.of(counted, limits)
     chosen = RULES[rule](candidates, min(num_buckets, len(candidates)))
     return limits.plan(candidates.seq_lens[chosen], candidates.counts(chosen))
 
 
-def _plan_at(boundaries: list[Any], lengths: Counted, limits: Limits) -> BucketPlan:
+def _plan_at(
+    boundaries: list[Any], lengths: LengthCounts, limits: Limits
+) -> BucketPlan:
     """Returns the plan with the boundaries that the user gave."""
     array, multiple = np.asarray(boundaries), int(limits.multiples[0])
     is_valid = array.ndim == 1 and array.size and array.dtype.kind in "iu"

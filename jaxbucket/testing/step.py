@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -180,12 +180,14 @@ def _results(
     return found
 
 
-def _is_comparable(numbers: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
+def _is_comparable(
+    numbers: Collection[tuple[np.ndarray, np.ndarray | None]],
+) -> bool:
     """Returns whether a step returned a number, or changed one of its state."""
     olds = [(x, old) for x, old in numbers if old is not None]
     # A counter changes in any case.
     floats = [pair for pair in olds if pair[0].dtype.kind in "fc"] or olds
-    is_returned = len(olds) < len([*numbers])
+    is_returned = len(olds) < len(numbers)
     return is_returned or any(not np.array_equal(*pair) for pair in floats)
 
 

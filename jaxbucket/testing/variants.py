@@ -22,7 +22,7 @@ def is_packed(batch: Batch) -> bool:
 
 
 def other_order(num_rows: int) -> np.ndarray:
-    """Returns an order in which no equal parts have the same rows as before.
+    """Returns an order of rows that no division into equal parts leaves as it was.
 
     Devices and micro-batches have such parts: consecutive rows, or every n-th one.
     """
